@@ -1,0 +1,29 @@
+"""gdntune: finds, proves and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at hand."""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Loaded on first use: `import gdntune` takes a few milliseconds, and torch some hundreds.
+_PUBLIC = {
+    "gated_delta_rule_decode": "gdntune.ops",
+    "plan": "gdntune.ops",
+    "prepare": "gdntune.ops",
+    "load_table": "gdntune.ops",
+    "Contract": "gdntune.problem",
+    "Problem": "gdntune.problem",
+    "GdntuneError": "gdntune.errors",
+    "UnsupportedProblem": "gdntune.errors",
+}
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'gdntune' has no attribute {name!r}: it has {', '.join(sorted(_PUBLIC))}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,283 @@
+"""From journals to a table: which variant for which work units. A pure function of the records, in any order of the cells."""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from gdntune import sol
+from gdntune.errors import JournalError, MeasurementError
+from gdntune.journal import Build, Cell, Check, Record, Run, Trial, digest
+from gdntune.kernels.spec import Variant
+from gdntune.problem import Contract, Problem
+from gdntune.table import Evidence, Interval, Origin, Rule, Table, TableVariant
+from gdntune.timing import CUPTI_STEP_US, TIE_SHARE, Stats, summary
+
+# States kept a cell in the search for the fewest variants. Real sweeps need tens; of more, only the best are followed.
+_BEAM = 1000
+
+
+def derive(
+    records: Sequence[Record],
+    run: Run,
+    *,
+    regret: float = TIE_SHARE,
+    held_out: Collection[Problem] = (),
+) -> Table:
+    """The table of a sweep's records.
+
+    A variant may be chosen at a cell where its contract has a passed check and no failed one, it never crashed or hung at this
+    contract, it has final samples at the cell, and their mean is within the larger of `regret` and 32 ns of the best such mean.
+    Of all such choices the one with the fewest intervals is taken, then the fewest variants, then the least regret, then the
+    simplest variants (those that the cells' trials name first). Between two cells that differ the boundary is their geometric mean.
+    Cells of `held_out` have no part in that; what the table loses there is in its evidence.
+    Raises JournalError where no cell has such a variant, MeasurementError for a time that cannot be true.
+    """
+    passes = _passes(records)
+    checked = _checked(records)
+    by_contract: dict[Contract, list[_Timed]] = {}
+    judged: list[_Timed] = []
+    for problem, trials in passes.items():
+        timed = _timed(problem, trials, checked.get(problem.contract, frozenset()))
+        if timed.finals:
+            (judged if problem in held_out else by_contract.setdefault(problem.contract, [])).append(timed)
+    if not by_contract:
+        raise JournalError(
+            f"no cell has a checked variant with final samples: {_failures_in_words(records)}; see their reasons in the journal"
+        )
+
+    rules: list[Rule] = []
+    variants: dict[str, Variant] = {}
+    for contract, cells in sorted(by_contract.items()):
+        cells = _one_a_work_unit(cells)
+        rank = _ranks(cells)
+        choice = choose([_acceptable(cell, regret) for cell in cells], rank)
+        rules.append(Rule(contract, _intervals(cells, choice, run)))
+        variants |= {name: cell.finals[name].variant for cell, name in zip(cells, choice, strict=True)}
+
+    losses = [e.regret for rule in rules for interval in rule.intervals for e in interval.evidence]
+    held = _held_out_regrets(rules, judged)
+    return Table(
+        schema="gdntune.table/1",
+        device=run.device,
+        software=run.software,
+        kernels={name: run.kernels.get(name, "") for name in sorted({v.kernel for v in variants.values()})},
+        policy=run.policy,
+        evidence=Origin(
+            journal_sha256=digest(run, records),
+            config=run.config,
+            config_sha256=run.config_sha256,
+            started=run.started,
+            cells=len(losses),
+            trials=sum(isinstance(r, Trial) for r in records),
+            failures=_failures(records),
+            regret_max=max(losses),
+            regret_mean=round(math.fsum(losses) / len(losses), 6),
+            held_out_cells=len(held),
+            held_out_regret_max=max(held, default=None),
+        ),
+        variants={name: TableVariant(v.kernel, v.knobs) for name, v in sorted(variants.items())},
+        rules=tuple(rules),
+    )
+
+
+def choose(cells: Sequence[Mapping[str, float]], rank: Mapping[str, int]) -> list[str]:
+    """A variant for each cell, given the regret of those that are acceptable there, by the order that `derive` states.
+
+    rank: distinct numbers, the simplest variant's the least. The number of intervals is always the least; the rest is exact
+    unless a cell leaves more than _BEAM states open.
+    """
+    names = {number: name for name, number in rank.items()}
+    # What a variant chosen now may still save is only known by whether a later cell accepts it: the others are forgotten.
+    later: list[frozenset[str]] = [frozenset()] * len(cells)
+    for i in range(len(cells) - 1, 0, -1):
+        later[i - 1] = later[i] | frozenset(cells[i])
+    # (variant here, variants used that may return) -> (intervals, variants, regret, ranks): each addend hangs on the key alone.
+    states: dict[tuple[str, frozenset[str]], _Cost] = {("", frozenset()): _Cost(0, 0, 0, ())}
+    for i, cell in enumerate(cells):
+        following: dict[tuple[str, frozenset[str]], _Cost] = {}
+        for (here, used), cost in states.items():
+            for name, loss in cell.items():
+                key = (name, (used | {name}) & later[i])
+                new = _Cost(
+                    cost.intervals + (name != here),
+                    cost.variants + (name != here and name not in used),
+                    cost.regret + round(loss * 1e9),  # whole numbers, so that equal sums are equal
+                    (*cost.ranks, rank[name]),
+                )
+                if key not in following or new < following[key]:
+                    following[key] = new
+        # Any state can go on as another one does at the price of one more interval, so those further behind cannot win.
+        least = min(cost.intervals for cost in following.values())
+        states = {}
+        for name in cell:
+            ends_here = [key for key, cost in following.items() if key[0] == name and cost.intervals <= least + 1]
+            # A share for each variant, so that the number of intervals stays exact whatever is left out.
+            ends_here.sort(key=lambda key: (following[key], sorted(key[1])))
+            states |= {key: following[key] for key in ends_here[: max(1, _BEAM // len(cell))]}
+    return [names[number] for number in min(states.values()).ranks]
+
+
+class _Cost(NamedTuple):
+    intervals: int
+    variants: int
+    regret: int
+    ranks: tuple[int, ...]
+
+
+class _Final(NamedTuple):
+    variant: Variant
+    stats: Stats
+
+
+class _Timed(NamedTuple):
+    """A cell's usable times. order: its decode variants as its trials name them, the simplest first."""
+
+    problem: Problem
+    finals: dict[str, _Final]
+    floor: Stats | None
+    order: tuple[str, ...]
+
+    @property
+    def work_units(self) -> int:
+        return self.problem.work_units
+
+    @property
+    def best_us(self) -> float:
+        return min(final.stats.mean_us for final in self.finals.values())
+
+    def regret(self, name: str) -> float:
+        return self.finals[name].stats.mean_us / self.best_us - 1
+
+
+def _passes(records: Iterable[Record]) -> dict[Problem, list[Trial]]:
+    """The trials of each problem that count: of its last pass that a Cell closed as ok; all, where no Cell closed any."""
+    is_open: dict[Problem, list[Trial]] = {}
+    closed: dict[Problem, list[Trial]] = {}
+    for record in records:
+        if isinstance(record, Trial):
+            is_open.setdefault(record.problem, []).append(record)
+        elif isinstance(record, Cell):
+            trials = is_open.pop(record.problem, [])
+            closed.setdefault(record.problem, [])
+            if record.status == "ok" and trials:
+                closed[record.problem] = trials
+    return {**is_open, **closed}
+
+
+def _checked(records: Iterable[Record]) -> dict[Contract, frozenset[str]]:
+    """The variants of each contract that are proved right, and that no trial of it crashed."""
+    passed: dict[Contract, set[str]] = {}
+    wrong: dict[Contract, set[str]] = {}
+    for record in records:
+        if isinstance(record, Check):
+            (passed if record.status == "ok" else wrong).setdefault(record.contract, set()).add(record.variant)
+        elif isinstance(record, Trial) and record.status in ("crashed", "timeout") and record.role == "decode":
+            # An illegal access at one size is a fault of the kernel, which its check did not meet; none of its times count.
+            wrong.setdefault(record.problem.contract, set()).add(record.variant.id)
+    return {contract: frozenset(names - wrong.get(contract, set())) for contract, names in passed.items()}
+
+
+def _timed(problem: Problem, trials: Iterable[Trial], checked: Collection[str]) -> _Timed:
+    last: dict[tuple[str, str, str], Trial] = {}
+    order: dict[str, None] = {}
+    for trial in trials:
+        last[trial.role, trial.stage, trial.variant.id] = trial  # a later attempt replaces an earlier one
+        if trial.role == "decode":
+            order.setdefault(trial.variant.id)
+    usable = {key: trial for key, trial in last.items() if trial.status == "ok" and trial.samples_us}
+    finals = {
+        name: _Final(trial.variant, summary(trial.samples_us))
+        for (role, stage, name), trial in usable.items()
+        if (role, stage) == ("decode", "final") and name in checked
+    }
+    for name, final in finals.items():
+        if not final.stats.mean_us > 0:
+            raise MeasurementError(f"{problem.key()}, {name}: all samples are 0 us; time it again")
+    floor = None
+    for wanted in ("final", "screen"):
+        found = [summary(t.samples_us) for (role, stage, _), t in usable.items() if (role, stage) == ("floor", wanted)]
+        floor = floor or min(found, key=lambda s: s.median_us, default=None)
+    return _Timed(problem, finals, floor, tuple(order))
+
+
+def _one_a_work_unit(cells: Iterable[_Timed]) -> list[_Timed]:
+    """Sorted by work units; of several with equal ones that with the most heads a request."""
+    best: dict[int, _Timed] = {}
+    for cell in sorted(cells, key=lambda c: (c.problem.HV, c.problem.H)):
+        best[cell.work_units] = cell
+    return [best[w] for w in sorted(best)]
+
+
+def _ranks(cells: Iterable[_Timed]) -> dict[str, int]:
+    """A number for each variant by how early a cell's trials name it, so that the order of the cells does not matter."""
+    early: dict[str, int] = {}
+    for cell in cells:
+        for position, name in enumerate(cell.order):
+            early[name] = min(position, early.get(name, position))
+    return {name: i for i, name in enumerate(sorted(early, key=lambda name: (early[name], name)))}
+
+
+def _acceptable(cell: _Timed, regret: float) -> dict[str, float]:
+    """The regret of each variant that is as good as the cell's best: `timing.tie` where regret is TIE_SHARE."""
+    best = cell.best_us
+    limit = best + max(regret * best, CUPTI_STEP_US) + 1e-6
+    return {name: cell.regret(name) for name, final in cell.finals.items() if final.stats.mean_us <= limit}
+
+
+def _intervals(cells: Sequence[_Timed], choice: Sequence[str], run: Run) -> tuple[Interval, ...]:
+    found: list[Interval] = []
+    first, evidence = 1, []
+    for i, (cell, name) in enumerate(zip(cells, choice, strict=True)):
+        evidence.append(_evidence(cell, name, run))
+        if i + 1 == len(cells):
+            found.append(Interval(first, None, name, tuple(evidence)))
+        elif choice[i + 1] != name:
+            last = math.isqrt(cell.work_units * cells[i + 1].work_units)
+            found.append(Interval(first, last, name, tuple(evidence)))
+            first, evidence = last + 1, []
+    return tuple(found)
+
+
+def _evidence(cell: _Timed, name: str, run: Run) -> Evidence:
+    stats = cell.finals[name].stats
+    others = {other: final.stats for other, final in cell.finals.items() if other != name}
+    runner_up = min(others, key=lambda other: (others[other].mean_us, other), default=None)
+    peak = run.device.peak_gb_s or run.peaks.get("measured")
+    share = sol.sol(sol.bytes_moved(cell.problem), stats.median_us, peak) if peak else None
+    return Evidence(
+        work_units=cell.work_units,
+        time_us=round(stats.median_us, 3),
+        mean_us=round(stats.mean_us, 3),
+        q1_us=round(stats.q1_us, 3),
+        q3_us=round(stats.q3_us, 3),
+        samples=stats.count,
+        regret=round(cell.regret(name), 6),
+        floor_us=None if cell.floor is None else round(cell.floor.median_us, 3),
+        sol=None if share is None else round(share, 4),
+        runner_up=runner_up,
+        runner_up_us=None if runner_up is None else round(others[runner_up].median_us, 3),
+        status=sol.classify(cell.problem, stats.median_us, run.device, run.policy.get("l2", "cold-clean")),
+    )
+
+
+def _held_out_regrets(rules: Iterable[Rule], judged: Iterable[_Timed]) -> list[float]:
+    """What the rules lose at cells that had no part in them, where the choice was timed."""
+    by_contract = {rule.when: rule for rule in rules}
+    found: list[float] = []
+    for cell in judged:
+        rule = by_contract.get(cell.problem.contract)
+        name = rule.at(cell.work_units).variant if rule else None
+        if name in cell.finals:
+            found.append(round(cell.regret(name), 6))
+    return found
+
+
+def _failures(records: Iterable[Record]) -> dict[str, int]:
+    counts = Counter(type(r).__name__.lower() for r in records if r.status != "ok")
+    return {kind.__name__.lower(): counts[kind.__name__.lower()] for kind in (Build, Check, Trial, Cell)}
+
+
+def _failures_in_words(records: Sequence[Record]) -> str:
+    counts = _failures(records)
+    return f"{len(records)} records, of which failed: " + ", ".join(f"{n} {kind}s" for kind, n in counts.items())

@@ -1,0 +1,50 @@
+"""The family of exceptions. Each has a builtin parent, so callers can catch either."""
+
+
+class GdntuneError(Exception):
+    """Anything gdntune refuses or fails at; the message says what was given, what is accepted and what to do."""
+
+
+class UnsupportedProblem(GdntuneError, ValueError):
+    """A problem, or an argument of a public function, that no kernel serves."""
+
+
+class ConfigError(GdntuneError, ValueError):
+    """A config that cannot be read: names file, key, value and what is accepted."""
+
+
+class TableError(GdntuneError, ValueError):
+    """A dispatch table that cannot be trusted: names file, JSON path, value and what is accepted."""
+
+
+class JournalError(GdntuneError, ValueError):
+    """A journal that cannot be read or does not belong to the sweep at hand."""
+
+
+class UnknownName(GdntuneError, LookupError):
+    """A name that is not in a registry; the message lists those that are."""
+
+
+class ToolMissing(GdntuneError, RuntimeError):
+    """A compiler, library, device or permission that is not here; the message says how to get it."""
+
+
+class BuildError(GdntuneError, RuntimeError):
+    """A variant that does not compile, or an object that does not load."""
+
+
+class CheckFailed(GdntuneError, ArithmeticError):
+    """A kernel whose result differs from the reference; names the worst coordinate."""
+
+
+class MeasurementError(GdntuneError, RuntimeError):
+    """Times that cannot be true, or that the timer did not deliver."""
+
+
+class Locked(GdntuneError, RuntimeError):
+    """A folder that another process is writing to; names the holder."""
+
+
+def listed(names) -> str:
+    """`a, b, c`: how a message lists what is accepted."""
+    return ", ".join(str(n) for n in names)

@@ -1,0 +1,354 @@
+"""The journal: what a sweep did, one JSON object a line, appended and never changed. A table is a pure function of journals.
+
+A sweep killed at any moment leaves a journal that opens; only the record being written is lost.
+"""
+
+import hashlib
+import os
+import socket
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal, final
+
+import filelock
+import msgspec
+
+from gdntune import strict
+from gdntune.arch import Device
+from gdntune.errors import JournalError, Locked, listed
+from gdntune.kernels.spec import Variant
+from gdntune.problem import Contract, Problem
+
+FILE = "journal.jsonl"
+LOCK = ".lock"
+HOLDER = "holder.json"
+
+Status = Literal["ok", "failed"]
+Ended = Literal["ok", "failed", "crashed", "timeout"]
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
+    """Tagged by `kind`, the class's name in small letters."""
+
+
+class Run(_Record, frozen=True, kw_only=True):
+    """The header, a journal's first line: everything that a later reader needs to judge the samples.
+
+    config: its name. software: versions by name. policy: `timer` and `l2` as resolved. kernels: fingerprints by kernel.
+    peaks: the DRAM's peak, GB/s, by source (`datasheet`, `nvml`, `measured`). started: ISO 8601, UTC.
+    """
+
+    schema: Literal["gdntune.journal/1"] = "gdntune.journal/1"
+    config: str
+    config_sha256: str
+    device: Device
+    software: dict[str, str]
+    policy: dict[str, str]
+    kernels: dict[str, str]
+    peaks: dict[str, float] = {}
+    started: str
+    command: str = ""
+
+
+class Build(_Record, frozen=True, kw_only=True):
+    """One compile. object_key: the store's key. registers, spill_bytes and shared_bytes: None where the compiler does not say."""
+
+    kernel: str
+    variant: str
+    object_key: str
+    status: Status
+    reason: str = ""
+    seconds: float = 0.0
+    registers: int | None = None
+    spill_bytes: int | None = None
+    shared_bytes: int | None = None
+    cached: bool = False
+
+
+class Check(_Record, frozen=True, kw_only=True):
+    """One variant against the fp64 reference. error: the worst relative error, None where nothing could be compared."""
+
+    contract: Contract
+    variant: str
+    status: Ended
+    reason: str = ""
+    error: float | None = None
+    seconds: float = 0.0
+
+
+class Trial(_Record, frozen=True, kw_only=True):
+    """One attempt at timing a variant at a cell. samples_us: one a round, kept to the nanosecond.
+
+    `screen` is the quick first look at all variants, `final` the paired re-run of the best few on fresh samples.
+    """
+
+    problem: Problem
+    variant: Variant
+    role: Literal["decode", "floor", "peer"] = "decode"
+    stage: Literal["screen", "final"]
+    status: Ended
+    reason: str = ""
+    samples_us: list[float] = []
+    seconds: float = 0.0
+
+
+class Cell(_Record, frozen=True, kw_only=True):
+    """Closes a pass over a cell: the trials of this problem since its last Cell belong together; a failed one voids them.
+
+    stop: which condition ended it. clocks_before, clocks_after: as read by NVML, empty where there is none.
+    """
+
+    problem: Problem
+    status: Status
+    reason: str = ""
+    stop: str = ""
+    seconds: float = 0.0
+    clocks_before: dict[str, Any] = {}
+    clocks_after: dict[str, Any] = {}
+
+
+Record = Build | Check | Trial | Cell
+
+_decoder: msgspec.json.Decoder[Run | Build | Check | Trial | Cell] = msgspec.json.Decoder(
+    Run | Build | Check | Trial | Cell
+)
+
+# What must be equal for samples of two processes to stand in one journal, and what to do where it is not.
+_IDENTITY = {
+    "config_sha256": "the config was changed",
+    "device": "another device",
+    "kernels": "the kernels' code was changed",
+    "policy": "another timing policy",
+    "software": "other versions of the software",
+}
+
+
+@final
+class Journal:
+    """An open journal: `run` (its header), `records` (what it holds, appended ones included), `path`.
+
+    Made by `Journal.open`, closed by `close` or as a context manager. The folder is locked until then, or until the
+    process ends, however it does; its children do not hold the lock.
+    """
+
+    def __init__(self, path: Path, descriptor: int, lock: filelock.BaseFileLock, size: int) -> None:
+        self.path = path
+        self.records: list[Record] = []
+        self.run: Run
+        self._descriptor = descriptor
+        self._lock = lock
+        self._size = size
+        self._broken = ""
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], run: Run) -> "Journal":
+        """Resumes the journal in `folder`, or creates folder and journal with `run` as the header.
+
+        A torn last line is cut off. The header that stands in the file stays; `run` must agree with it in config, device,
+        kernels, policy and software. Raises Locked where another process has the folder open, and JournalError.
+        """
+        folder = Path(folder)
+        path = folder / FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _acquire(folder)
+        except OSError as e:
+            raise JournalError(f"{folder}: cannot be written: {_why(e)}; choose a folder on a writable disk") from e
+        journal = None
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            journal = cls(path, descriptor, lock, 0)
+            journal._resume(run)
+        except BaseException as e:
+            if journal is None:
+                _release(folder, lock)
+            else:
+                journal.close()
+            if isinstance(e, OSError):
+                raise JournalError(f"{path}: {_why(e)}") from e
+            raise
+        return journal
+
+    def _resume(self, run: Run) -> None:
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            os.ftruncate(self._descriptor, len(whole))
+            os.fsync(self._descriptor)
+        self._size = len(whole)
+        if whole:
+            self.run, self.records = _parse(whole, self.path)
+            if differs := [
+                f"{name} ({why})"
+                for name, why in _IDENTITY.items()
+                if _identity(self.run, name) != _identity(run, name)
+            ]:
+                raise JournalError(
+                    f"{self.path}: of another sweep: {listed(differs)}; give this sweep a folder of its own, "
+                    f"or go back to what the journal was started with ({self.run.config}, {self.run.started})"
+                )
+        else:
+            self.run = self._write(run)
+            _sync_folder(self.path.parent)
+
+    def append(self, record: Record) -> None:
+        """Writes one record and waits until it is on the disk. A failed write leaves the file as it was: JournalError."""
+        self.records.append(self._write(record))
+
+    def _write(self, record: Any) -> Any:
+        """The record as it reads from the file."""
+        if self._broken:
+            raise JournalError(self._broken)
+        line = encode(record)
+        try:
+            stored = _decoder.decode(line)  # so that what is written can be read: JSON has no NaN
+        except msgspec.ValidationError as e:
+            raise JournalError(f"{self.path}: a record that could not be read again (not a finite number?): {e}") from e
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+            os.fsync(self._descriptor)
+        except BaseException as e:
+            self._restore()
+            if isinstance(e, OSError):
+                raise JournalError(
+                    f"{self.path}: a record could not be written: {_why(e)}; the journal holds all {len(self.records)} "
+                    "before it: free some space and start the same sweep again, and it goes on there"
+                ) from e
+            raise
+        self._size += len(line)
+        return stored
+
+    def _restore(self) -> None:
+        try:
+            os.ftruncate(self._descriptor, self._size)
+            os.fsync(self._descriptor)
+        except OSError as e:
+            # Another append would put a whole line behind half a one; the next open cuts the half off.
+            self._broken = (
+                f"{self.path}: closed for writing, since its end could not be restored: {_why(e)}; open it again"
+            )
+
+    def close(self) -> None:
+        """Closes the file and releases the lock. May be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            self._broken = f"{self.path}: the journal was closed"
+            _release(self.path.parent, self._lock)
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def read(path: str | os.PathLike[str]) -> tuple[Run, list[Record]]:
+    """Header and records of a journal, given its file or folder; takes no lock, and leaves out a torn last line."""
+    path = Path(path)
+    path = path / FILE if path.is_dir() else path
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise JournalError(f"{path}: {_why(e)}; accepted is a sweep's folder or its {FILE}") from e
+    return _parse(data[: data.rfind(b"\n") + 1], path)
+
+
+def encode(record: Any) -> bytes:
+    """The line of a record."""
+    if isinstance(record, Trial):
+        record = msgspec.structs.replace(record, samples_us=[round(x, 3) for x in record.samples_us])
+    try:
+        return msgspec.json.encode(record) + b"\n"
+    except UnicodeEncodeError:  # a compiler's output and a command line need not be text
+        fields = msgspec.structs.asdict(record).items()
+        texts = {name: v.encode("utf-8", "replace").decode() for name, v in fields if isinstance(v, str)}
+        return msgspec.json.encode(msgspec.structs.replace(record, **texts)) + b"\n"
+
+
+def digest(run: Run, records: Iterable[Record]) -> str:
+    """The SHA-256 of the journal: of its file, where this version wrote it."""
+    sha = hashlib.sha256(encode(run))
+    for record in records:
+        sha.update(encode(record))
+    return sha.hexdigest()
+
+
+def now() -> str:
+    """The time of day as `started` wants it."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _parse(data: bytes, path: Path) -> tuple[Run, list[Record]]:
+    if not data:
+        raise JournalError(f"{path}: holds no whole line; start the sweep again")
+    records: list[Any] = []
+    for number, line in enumerate(data[:-1].split(b"\n"), 1):
+        try:
+            records.append(_decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            try:
+                strict.decode(line, Run | Build | Check | Trial | Cell, f"{path}: line {number}", JournalError)
+            except JournalError as e:
+                raise JournalError(
+                    f"{e}; restore the file, or cut this line out and what it recorded is done again"
+                ) from None
+        if isinstance(records[-1], Run) != (number == 1):
+            raise JournalError(f"{path}: line {number}: a run's header must be the first line and no other")
+    return records[0], records[1:]
+
+
+def _identity(run: Run, name: str) -> Any:
+    value = getattr(run, name)
+    if name == "device":  # a measured peak differs from run to run
+        return msgspec.structs.replace(value, peak_gb_s=None, peak_source="unknown")
+    return value
+
+
+class _Holder(msgspec.Struct, frozen=True):
+    pid: int
+    host: str
+    since: str
+
+
+def _acquire(folder: Path) -> filelock.BaseFileLock:
+    lock = filelock.FileLock(folder / LOCK, timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        try:
+            h = msgspec.json.decode((folder / HOLDER).read_bytes(), type=_Holder)
+            holder = f"process {h.pid} on {h.host}, since {h.since}"
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            holder = "another process"  # it has not said yet who it is
+        raise Locked(f"{folder}: in use by {holder}; wait for it, end it, or choose another folder") from None
+    try:
+        temporary = folder / f"{HOLDER}.new"
+        temporary.write_bytes(msgspec.json.encode(_Holder(os.getpid(), socket.gethostname(), now())))
+        os.replace(temporary, folder / HOLDER)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _release(folder: Path, lock: filelock.BaseFileLock) -> None:
+    (folder / HOLDER).unlink(missing_ok=True)
+    lock.release()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Puts a new file's name on the disk, where the system can (Windows cannot)."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _why(e: OSError) -> str:
+    return e.strerror or str(e)

@@ -1,0 +1,51 @@
+"""The registry of kernels: a new one is a module, its config and a line here. Nothing else knows kernels by name."""
+
+from gdntune.arch import Device
+from gdntune.errors import UnknownName, listed
+from gdntune.kernels import recurrent_config, stream_config
+from gdntune.kernels.spec import Kernel, Role, Variant
+from gdntune.kernels.stream_config import flush
+from gdntune.problem import Contract
+
+__all__ = ["KERNELS", "default", "fingerprints", "flush", "get", "refuse", "serving", "variants"]
+
+KERNELS: dict[str, Kernel] = {
+    k.name: k
+    for k in (recurrent_config.KERNEL, stream_config.KERNEL)
+}
+
+
+def get(name: str) -> Kernel:
+    """The kernel of a name; UnknownName lists those that are."""
+    if name not in KERNELS:
+        raise UnknownName(f"no kernel is called {name!r}: there are {listed(KERNELS)}")
+    return KERNELS[name]
+
+
+def serving(device: Device, role: Role) -> tuple[Kernel, ...]:
+    """The kernels of a role that run on a device."""
+    return tuple(k for k in KERNELS.values() if k.device == device.kind and k.role == role)
+
+
+def variants(contract: Contract, device: Device, role: Role = "decode") -> tuple[Variant, ...]:
+    """Every variant worth trying for a contract on a device, kernel by kernel, simplest first."""
+    return tuple(v for k in serving(device, role) for v in k.variants(contract, device))
+
+
+def refuse(contract: Contract, variant: Variant) -> str | None:
+    """Why a variant cannot serve a contract, or None."""
+    kernel = get(variant.kernel)
+    return kernel.refuse(contract, kernel.setting(variant.knobs))
+
+
+def default(contract: Contract, work_units: int, device: Device, role: Role = "decode") -> Variant:
+    """The variant used where no table speaks: that of the device's first kernel of the role."""
+    kernel = serving(device, role)[0]
+    return kernel.variant(kernel.default(contract, work_units, device))
+
+
+def fingerprints(device_kind: str) -> dict[str, str]:
+    """The fingerprint of each kernel that runs on a kind of device."""
+    from gdntune.fingerprint import fingerprint
+
+    return {k.name: fingerprint(k.sources) for k in KERNELS.values() if k.device == device_kind}

@@ -1,0 +1,154 @@
+// Reads and checks the arguments of a call: tvm_ffi's packed convention, by its C header alone, which compiles in a tenth of the time of its C++ ones.
+#pragma once
+
+#include <tvm/ffi/c_api.h>
+
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <initializer_list>
+#include <type_traits>
+
+#include "vectors.h"
+
+namespace {
+
+// What a caller gets as a Python TypeError or ValueError.
+struct Fault {
+  const char* kind;
+  char text[512];
+};
+
+[[noreturn]] __attribute__((format(printf, 2, 3))) void refuse(const char* kind, const char* format, ...) {
+  Fault fault{kind, {}};
+  va_list values;
+  va_start(values, format);
+  vsnprintf(fault.text, sizeof(fault.text), format, values);
+  va_end(values);
+  throw fault;
+}
+
+enum Type : unsigned { fp32 = 1, bf16 = 2, fp16 = 4, int32 = 8, floating = fp32 | bf16 | fp16 };
+
+template <class T>
+constexpr Type type_in_memory = sizeof(T) == 4 ? fp32 : std::is_same_v<T, Bf16> ? bf16 : fp16;
+
+struct Tensor {
+  char* data = nullptr;
+  Type type = fp32;
+  bool given = false;
+  int rank = 0;
+  int64_t size[5] = {}, stride[5] = {};
+
+  int64_t bytes() const { return type == fp32 || type == int32 ? 4 : 2; }
+  // The address of an element; offsets are 64-bit throughout: pools pass 2^31 elements.
+  char* at(int64_t i, int64_t j = 0, int64_t k = 0) const { return data + (i * stride[0] + j * stride[1] + k * stride[2]) * bytes(); }
+  int64_t index(int64_t i, int64_t j = 0) const { return *reinterpret_cast<const int32_t*>(at(i, j)); }
+};
+
+struct Text {
+  char text[160];
+};
+
+inline Text shape_text(const int64_t* sizes, int rank) {
+  Text t{"["};
+  int end = 1;
+  for (int i = 0; i < rank && end < 140; i++) {
+    const char* comma = i ? ", " : "";
+    end += sizes[i] < 0 ? snprintf(t.text + end, 20, "%sany", comma) : snprintf(t.text + end, 26, "%s%lld", comma, (long long)sizes[i]);
+  }
+  snprintf(t.text + end, 2, "]");
+  return t;
+}
+
+inline Type type_of(DLDataType d) {
+  if (d.lanes == 1 && d.code == kDLFloat && d.bits == 32) return fp32;
+  if (d.lanes == 1 && d.code == kDLFloat && d.bits == 16) return fp16;
+  if (d.lanes == 1 && d.code == kDLBfloat && d.bits == 16) return bf16;
+  if (d.lanes == 1 && d.code == kDLInt && d.bits == 32) return int32;
+  return Type(0);
+}
+
+class Arguments {
+ public:
+  Arguments(const TVMFFIAny* values, int count, const char* const* names, int expected) : values_(values), names_(names) {
+    if (count != expected) refuse("TypeError", "%d arguments were given, accepted are %d: %s to %s", count, expected, names[0], names[expected - 1]);
+  }
+
+  bool is_none(int i) const { return values_[i].type_index == kTVMFFINone; }
+
+  // Argument i, of one of `types`, of the shape that `letters` names. A size that is -1 is set by the first tensor that has it.
+  // `contiguous` is how many of the last dimensions must lie side by side.
+  Tensor tensor(int i, unsigned types, const char* letters, std::initializer_list<int64_t*> sizes, bool contiguous = false) const {
+    const char* name = names_[i];
+    const DLTensor* t = view(i);
+    if (!t) refuse("TypeError", "%s: %s was given, accepted is a tensor %s", name, is_none(i) ? "None" : "no tensor", letters);
+    if (t->device.device_type != kDLCPU) refuse("ValueError", "%s: a tensor on device type %d was given, accepted is a CPU tensor", name, int(t->device.device_type));
+    Tensor r;
+    r.given = true;
+    r.rank = t->ndim;
+    r.type = type_of(t->dtype);
+    if (!(r.type & types)) {
+      refuse("TypeError", "%s: dtype code %d of %d bits was given, accepted are %s%s%s%s", name, t->dtype.code, t->dtype.bits, types & fp32 ? "float32 " : "",
+             types & bf16 ? "bfloat16 " : "", types & fp16 ? "float16 " : "", types & int32 ? "int32 (pass int64 as its low words)" : "");
+    }
+    int64_t accepted[5] = {};
+    bool fits = t->ndim == int(sizes.size());
+    int d = 0;
+    for (int64_t* size : sizes) {
+      accepted[d] = size ? *size : -1;
+      if (fits && accepted[d] >= 0 && accepted[d] != t->shape[d]) fits = false;
+      d++;
+    }
+    if (!fits) refuse("ValueError", "%s: shape %s was given, accepted is %s = %s", name, shape_text(t->shape, t->ndim).text, letters, shape_text(accepted, d).text);
+    d = 0;
+    for (int64_t* size : sizes) {
+      r.size[d] = t->shape[d];
+      r.stride[d] = t->strides[d];
+      if (size) *size = t->shape[d];
+      d++;
+    }
+    if (contiguous && r.stride[d - 1] != 1 && r.size[d - 1] > 1) {
+      refuse("ValueError", "%s: a last stride of %lld was given, accepted is 1 (a contiguous last dimension)", name, (long long)r.stride[d - 1]);
+    }
+    r.data = static_cast<char*>(t->data) + t->byte_offset;
+    return r;
+  }
+
+  int rank(int i) const {
+    const DLTensor* t = view(i);
+    return t ? t->ndim : 0;
+  }
+
+  double number(int i) const {
+    if (values_[i].type_index == kTVMFFIFloat) return values_[i].v_float64;
+    if (values_[i].type_index == kTVMFFIInt || values_[i].type_index == kTVMFFIBool) return double(values_[i].v_int64);
+    refuse("TypeError", "%s: no number was given, accepted is a float or an int", names_[i]);
+  }
+
+ private:
+  const DLTensor* view(int i) const {
+    if (values_[i].type_index == kTVMFFIDLTensorPtr) return static_cast<const DLTensor*>(values_[i].v_ptr);
+    if (values_[i].type_index == kTVMFFITensor) return TVMFFITensorGetDLTensorPtr(values_[i].v_obj);
+    return nullptr;
+  }
+
+  const TVMFFIAny* values_;
+  const char* const* names_;
+};
+
+// Runs a call; a Fault becomes the error that tvm_ffi raises.
+template <class Body>
+int answer(TVMFFIAny* result, Body body) {
+  try {
+    body();
+  } catch (const Fault& fault) {
+    TVMFFIErrorSetRaisedFromCStr(fault.kind, fault.text);
+    return -1;
+  }
+  result->type_index = kTVMFFINone;
+  result->v_int64 = 0;
+  return 0;
+}
+
+}  // namespace

@@ -1,0 +1,92 @@
+// The floor: moves the bytes of the state that a decode kernel moves and computes next to nothing.
+//
+//     read            state [slots, n] is read; its sum goes to sink
+//     read, write     state is multiplied by `factor` in place
+//     read, T writes  each slot's state, multiplied by `factor`, goes to intermediate [slots, T, n]; the state too where it is written
+//
+// A task is `block` KiB of one slot; `ilp` vectors of `vec` elements are in flight.
+#pragma once
+
+#include "arguments.h"
+#include "vectors.h"
+
+namespace {
+
+template <class Setting>
+class Stream {
+  using State = typename Setting::State;
+  static constexpr int vec = Setting::vec, ilp = Setting::ilp;
+  using P = Pack<State, vec>;
+  static constexpr int64_t block = Setting::block * 1024 / int64_t(sizeof(State)), line = 64 / sizeof(State);
+
+  // body(place, n) for each run of n packs, n = ilp as long as they last.
+  template <class Body>
+  static void walk(int64_t count, const Body& body) {
+    int64_t i = 0;
+    for (; i + ilp * P::size <= count; i += ilp * P::size) body(i, std::integral_constant<int, ilp>{});
+    for (; i < count; i += P::size) body(i, std::integral_constant<int, 1>{});
+  }
+
+  static void fetch(const State* ahead, int64_t i, int64_t size) {
+    if (Setting::ahead && ahead) {
+      for (int64_t j = 0; j < size; j += line) __builtin_prefetch(ahead + i + j);
+    }
+  }
+
+  static void copy(const State* from, State* to, int64_t count, float factor, const State* ahead) {
+    walk(count, [=](int64_t i, auto n) {
+      P s[n.value];
+#pragma GCC unroll 8
+      for (int j = 0; j < n.value; j++) s[j] = load_pack<State, vec>(from + i + j * P::size);
+      fetch(ahead, i, n.value * P::size);
+#pragma GCC unroll 8
+      for (int j = 0; j < n.value; j++) {
+        for (auto& x : s[j].part) x *= factor;
+        store_pack<State, vec>(to + i + j * P::size, s[j]);
+      }
+    });
+  }
+
+  static float total(const State* from, int64_t count, const State* ahead) {
+    Floats<vec> sums[ilp] = {};
+    walk(count, [&](int64_t i, auto n) {
+      fetch(ahead, i, n.value * P::size);
+#pragma GCC unroll 8
+      for (int j = 0; j < n.value; j++) {
+        for (const auto& x : load_pack<State, vec>(from + i + j * P::size).part) sums[j] += x;
+      }
+    });
+    float result = 0;
+    for (const auto& x : sums) result += sum<vec>(x);
+    return result;
+  }
+
+ public:
+  static int call(const TVMFFIAny* values, int count, TVMFFIAny* result) {
+    static constexpr const char* names[] = {"state", "intermediate", "factor", "sink"};
+    return answer(result, [&] {
+      const Arguments given(values, count, names, 4);
+      int64_t slots = -1, n = -1, one = 1;
+      const Tensor state = given.tensor(0, type_in_memory<State>, "[slots, n]", {&slots, &n}, true);
+      Tensor buffer;
+      if (!given.is_none(1)) buffer = given.tensor(1, type_in_memory<State>, "[slots, steps, n]", {&slots, nullptr, &n}, true);
+      const float factor = float(given.number(2));
+      const Tensor sink = given.tensor(3, fp32, "[1]", {&one});
+      if (n % 32) refuse("ValueError", "state: n=%lld was given, accepted are multiples of 32", (long long)n);
+      const int64_t steps = buffer.given ? buffer.size[1] : 0, blocks = (n + block - 1) / block, tasks = slots * blocks;
+      float sum = 0;
+#pragma omp parallel for schedule(static) reduction(+ : sum)
+      for (int64_t i = 0; i < tasks; i++) {
+        const int64_t slot = i / blocks, first = i % blocks * block, size = n - first < block ? n - first : block;
+        State* s = reinterpret_cast<State*>(state.at(slot)) + first;
+        const State* ahead = i + 1 < tasks ? reinterpret_cast<State*>(state.at((i + 1) / blocks)) + (i + 1) % blocks * block : nullptr;
+        for (int64_t t = 0; t < steps; t++) copy(s, reinterpret_cast<State*>(buffer.at(slot, t)) + first, size, factor, t ? nullptr : ahead);
+        if (Setting::write) copy(s, s, size, factor, steps ? nullptr : ahead);
+        if (!Setting::write && !steps) sum += total(s, size, ahead);
+      }
+      if (!Setting::write && !steps) *reinterpret_cast<float*>(sink.data) = sum;
+    });
+  }
+};
+
+}  // namespace

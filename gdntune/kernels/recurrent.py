@@ -1,0 +1,577 @@
+"""Gated delta rule decode, GDN and KDA, one pass over the state for each token.
+
+    S <- decay S;   u <- beta (v - S k);   o <- S q + u (k.q);   S <- S + u k^T        (S is [V, K], q and k normalised, q scaled)
+
+A thread holds RV rows of V by RK key positions of one head's state in fp32; `lanes` threads of a warp share a row and sum S k and
+S q by butterflies. k_last reads vectors along K, v_last along V; the arithmetic between is the same. T = 1 is straight-line
+code, T >= 2 a loop at run time over a state that stays in registers.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from gdntune.kernels import gates
+
+DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
+F32 = Float32
+EPSILON = 1e-6
+# A state is held as S / scaled; below this, 1 / scaled would soon cost exponent range.
+SMALLEST_SCALE = 2.0**-40
+
+
+class Recurrent:
+    """The compile-time facts of one object."""
+
+    def __init__(self, facts: dict, knobs: dict):
+        self.K, self.V, self.tokens = facts["K"], facts["V"], facts["tokens"]
+        self.k_last = facts["layout"] == "k_last"
+        self.state_dtype = DTYPES[facts["state_dtype"]]
+        self.gate, self.logit = facts["gate"], facts["beta"] == "logit"
+        self.per_k = facts["op"] == "kda_decode"
+        self.update, self.intermediate = facts["mode"] == "update", facts["intermediate"]
+        self.accepted, self.pool, self.ragged = facts["accepted"], facts["pool"], facts["ragged"]
+        self.loop = self.tokens > 1
+        self.tile_v, self.vec, self.lanes, self.threads = (knobs[n] for n in ("tile_v", "vec", "lanes", "threads"))
+        self.smem, self.early = knobs["stage"] == "smem", knobs["early"]
+        self.RK = self.K // self.lanes
+        self.RV = knobs["ilp"] if self.k_last else self.vec
+        # a thread's key positions: KC runs of KV neighbours
+        self.KV = self.vec if self.k_last else self.RK
+        self.KC = self.RK // self.KV
+        # in a warp, v_last puts the threads of a row apart so that neighbours read along V
+        self.step = 1 if self.k_last else 32 // self.lanes
+        self.groups = self.threads // self.lanes
+        self.chunk = self.groups * self.RV
+        self.chunks = self.tile_v // self.chunk
+        # staging: tokens a warp normalises, and loads of VW elements of v a thread makes
+        self.warps = self.threads // 32
+        self.VW = min(8, self.tile_v)
+        self.stage_tokens = -(-self.tokens // self.warps)
+        self.stage_values = -(-self.tokens * self.tile_v // (self.VW * self.threads))
+
+    @cute.jit
+    def gated_delta_rule_decode(
+        self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
+        scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
+        null_index: Int32, use_qk_l2norm: Int32, stream: CUstream,
+    ):  # fmt: skip
+        B = output.shape[0]
+        if const_expr(self.ragged):
+            B = cu_seqlens.shape[0] - 1
+        heads = cute.FastDivmodDivisorV2(v.shape[2] // q.shape[2])
+        self.kernel(
+            state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
+            scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm, heads,
+        ).launch(grid=(self.V // self.tile_v, v.shape[2], B), block=(self.threads, 1, 1), stream=stream)  # fmt: skip
+
+    @cute.jit
+    def read_key(self, source, target, lane):
+        """A thread's RK key positions of a [K] vector."""
+        for c in cutlass.range_constexpr(self.KC):
+            run = cute.local_tile(source, (self.KV,), (c * self.lanes + lane,))
+            cute.autovec_copy(run, cute.local_tile(target, (self.KV,), (c,)))
+
+    @cute.jit
+    def read_values(self, source, target, row0):
+        """A thread's RV rows of a [V] vector."""
+        cute.autovec_copy(cute.local_tile(source, (self.RV,), (row0 // self.RV,)), target)
+
+    @cute.jit
+    def copy_rows(self, tile, raw, row0, lane, store: cutlass.Constexpr):
+        """Moves a thread's RV by RK elements between the head's state `tile` in memory and registers."""
+        if const_expr(self.k_last):
+            for i in cutlass.range_constexpr(self.RV):
+                for c in cutlass.range_constexpr(self.KC):
+                    m = cute.local_tile(tile[row0 + i, None], (self.vec,), (c * self.lanes + lane,))
+                    r = cute.local_tile(raw[i, None], (self.vec,), (c,))
+                    if const_expr(store):
+                        cute.autovec_copy(r, m)
+                    else:
+                        cute.autovec_copy(m, r)
+        else:
+            for j in cutlass.range_constexpr(self.RK):
+                m = cute.local_tile(tile[lane * self.RK + j, None], (self.vec,), (row0 // self.vec,))
+                r = raw[None, j]
+                if const_expr(store):
+                    cute.autovec_copy(r, m)
+                else:
+                    cute.autovec_copy(m, r)
+
+    @cute.jit
+    def store_rows(self, tile, fh, scaled: Float32, row0, lane):
+        """Rounds a thread's fp32 state, scaled * fh, and writes it to the head's state `tile`."""
+        raw = self.fragment(self.state_dtype)
+        for i in cutlass.range_constexpr(self.RV):
+            for j in cutlass.range_constexpr(self.RK):
+                x = fh[i, j]
+                if const_expr(self.loop and not self.per_k):
+                    x = x * scaled
+                raw[i, j] = x.to(self.state_dtype)
+        self.copy_rows(tile, raw, row0, lane, True)
+
+    def fragment(self, dtype):
+        """Registers for RV by RK elements; what a load moves lies side by side."""
+        stride = (self.RK, 1) if self.k_last else (1, self.RV)
+        return cute.make_rmem_tensor(cute.make_layout((self.RV, self.RK), stride=stride), dtype)
+
+    @cute.jit
+    def norms(self, sq: Float32, sk: Float32, scale: Float32, use_qk_l2norm: Int32):
+        """What q and k are multiplied by, from their sums of squares."""
+        iq = scale
+        ik = F32(1.0)
+        if use_qk_l2norm != 0:
+            iq = cute.math.rsqrt(sq + F32(EPSILON), fastmath=True) * scale
+            ik = cute.math.rsqrt(sk + F32(EPSILON), fastmath=True)
+        return iq, ik
+
+    @cute.jit
+    def beta_of(self, b, beta_scale: Float32):
+        x = b.to(F32)
+        if const_expr(self.logit):
+            x = gates.sigmoid(x)
+        return x * beta_scale
+
+    @cute.jit
+    def reduce_rows(self, x, y):
+        """Sums the RV values of x and y over the threads of a row; step by step over all rows, so that shuffles overlap."""
+        for s in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+            offset = (self.lanes >> (s + 1)) * self.step
+            for i in cutlass.range_constexpr(self.RV):
+                x[i] = x[i] + cute.arch.shuffle_sync_bfly(x[i], offset=offset, mask=-1, mask_and_clamp=31)
+                y[i] = y[i] + cute.arch.shuffle_sync_bfly(y[i], offset=offset, mask=-1, mask_and_clamp=31)
+
+    @cute.jit
+    def advance(self, fh, rv, fq, fk, fg, decay: Float32, scaled: Float32, beta: Float32, kq: Float32, row0, lane, o):
+        """One token on the RV by RK elements in fh: both sums, the update and the output rows. Gives the new `scaled`.
+
+        With one decay a head fh holds S / scaled, so that a token of a loop costs three operations an element, not four, and T = 1
+        sums while the gate is still being computed. KDA's decays are applied to the elements, and scaled stays 1.
+        """
+        if const_expr(self.per_k):
+            for i in cutlass.range_constexpr(self.RV):
+                for j in cutlass.range_constexpr(self.RK):
+                    fh[i, j] = fh[i, j] * fg[j]
+        else:
+            scaled = scaled * decay
+            if const_expr(self.loop):
+                # before the division below could overflow
+                if scaled < F32(SMALLEST_SCALE):
+                    for i in cutlass.range_constexpr(self.RV):
+                        for j in cutlass.range_constexpr(self.RK):
+                            fh[i, j] = fh[i, j] * scaled
+                    scaled = F32(1.0)
+        pk = cute.make_rmem_tensor((self.RV,), F32)
+        pq = cute.make_rmem_tensor((self.RV,), F32)
+        for i in cutlass.range_constexpr(self.RV):
+            x = F32(0.0)
+            y = F32(0.0)
+            for j in cutlass.range_constexpr(self.RK):
+                x += fh[i, j] * fk[j]
+                y += fh[i, j] * fq[j]
+            pk[i] = x
+            pq[i] = y
+        self.reduce_rows(pk, pq)
+        unscale = F32(1.0)
+        if const_expr(self.loop and not self.per_k):
+            unscale = cute.arch.rcp_approx(scaled)
+        for i in cutlass.range_constexpr(self.RV):
+            u = (rv[i].to(F32) - pk[i] * scaled) * beta
+            pq[i] = pq[i] * scaled + u * kq
+            for j in cutlass.range_constexpr(self.RK):
+                if const_expr(self.per_k):
+                    fh[i, j] = fh[i, j] + u * fk[j]
+                elif const_expr(self.loop):
+                    fh[i, j] = fh[i, j] + u * unscale * fk[j]
+                else:
+                    fh[i, j] = fh[i, j] * scaled + u * fk[j]
+        if const_expr(not self.loop):
+            scaled = F32(1.0)
+        # lane i writes row i: one store for all rows of a group
+        for r in cutlass.range_constexpr((self.RV + self.lanes - 1) // self.lanes):
+            rows = const_expr(min(self.lanes, self.RV - r * self.lanes))
+            x = pq[r * self.lanes]
+            for i in cutlass.range_constexpr(1, rows):
+                if lane == i:
+                    x = pq[r * self.lanes + i]
+            if lane < rows:
+                o[row0 + r * self.lanes + lane] = x.to(o.element_type)
+        return scaled
+
+    @cute.jit
+    def parameters(self, A_log, dt_bias, heads_v, hq, hv):
+        """The head's row of A_log and of dt_bias, which have one a value head or one a q/k head."""
+        ah = hv
+        dh = hv
+        if const_expr(A_log is not None):
+            if A_log.shape[0] != heads_v:
+                ah = hq
+            if dt_bias.shape[0] != heads_v:
+                dh = hq
+        return ah, dh
+
+    @cute.jit
+    def read_token(self, q, k, a, ni, ti, hq, hv, lane, rq, rk, rg):
+        """Issues the loads of this thread's share of a token's q, k and, of KDA, g."""
+        self.read_key(q[ni, ti, hq, None], rq, lane)
+        self.read_key(k[ni, ti, hq, None], rk, lane)
+        if const_expr(self.per_k):
+            self.read_key(a[ni, ti, hv, None], rg, lane)
+
+    @cute.jit
+    def use_token(
+        self, rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg,
+        scale: Float32, softplus_beta: Float32, threshold: Float32, lower_bound: Float32, beta_scale: Float32, use_qk_l2norm: Int32,
+    ):  # fmt: skip
+        """Normalises what `read_token` brought into fq, fk and fg; gives decay, beta and k.q."""
+        sq = F32(0.0)
+        sk = F32(0.0)
+        kq = F32(0.0)
+        for j in cutlass.range_constexpr(self.RK):
+            fq[j] = rq[j].to(F32)
+            fk[j] = rk[j].to(F32)
+            sq += fq[j] * fq[j]
+            sk += fk[j] * fk[j]
+            kq += fq[j] * fk[j]
+        for s in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+            offset = (self.lanes >> (s + 1)) * self.step
+            sq += cute.arch.shuffle_sync_bfly(sq, offset=offset, mask=-1, mask_and_clamp=31)
+            sk += cute.arch.shuffle_sync_bfly(sk, offset=offset, mask=-1, mask_and_clamp=31)
+            kq += cute.arch.shuffle_sync_bfly(kq, offset=offset, mask=-1, mask_and_clamp=31)
+        iq, ik = self.norms(sq, sk, scale, use_qk_l2norm)
+        for j in cutlass.range_constexpr(self.RK):
+            fq[j] = fq[j] * iq
+            fk[j] = fk[j] * ik
+        decay = F32(1.0)
+        if const_expr(self.per_k):
+            for j in cutlass.range_constexpr(self.RK):
+                b = F32(0.0) if const_expr(rbias is None) else rbias[j].to(F32)
+                fg[j] = gates.decay(self.gate, rg[j].to(F32), A, b, softplus_beta, threshold, lower_bound)
+        else:
+            decay = gates.decay(self.gate, ga, A, bias, softplus_beta, threshold, lower_bound)
+        return decay, self.beta_of(gb, beta_scale), kq * iq * ik
+
+    @cute.jit
+    def read_stage(self, q, k, v, a, b, ni, t0, length, hq, hv, v0, tid, rq, rk, rg, rs, rv):
+        """Issues this thread's loads of what `write_stage` puts into shared memory: a warp a token, and a share of v."""
+        for r in cutlass.range_constexpr(self.stage_tokens):
+            t = tid // 32 + r * self.warps
+            if t < length:
+                self.read_lane(q[ni, t0 + t, hq, None], rq[r, None], tid % 32)
+                self.read_lane(k[ni, t0 + t, hq, None], rk[r, None], tid % 32)
+                if const_expr(self.per_k):
+                    self.read_lane(a[ni, t0 + t, hv, None], rg[r, None], tid % 32)
+                else:
+                    rs[r, 0] = a[ni, t0 + t, hv].to(F32)
+                rs[r, 1] = b[ni, t0 + t, hv].to(F32)
+        for r in cutlass.range_constexpr(self.stage_values):
+            e = r * self.threads + tid
+            t = e // (self.tile_v // self.VW)
+            if t < length:
+                at = v0 // self.VW + e % (self.tile_v // self.VW)
+                cute.autovec_copy(cute.local_tile(v[ni, t0 + t, hv, None], (self.VW,), (at,)), rv[r, None])
+
+    @cute.jit
+    def read_lane(self, source, target, wl):
+        cute.autovec_copy(cute.local_tile(source, (self.K // 32,), (wl,)), target)
+
+    @cute.jit
+    def write_stage(
+        self, sQ, sK, sG, sV, sS, dt_bias, dh, A, bias, length, tid, rq, rk, rg, rs, rv,
+        scale: Float32, softplus_beta: Float32, threshold: Float32, lower_bound: Float32, beta_scale: Float32, use_qk_l2norm: Int32,
+    ):  # fmt: skip
+        """q and k normalised, KDA's decays, v, and (decay, beta, k.q) of every token, to shared memory."""
+        wl = tid % 32
+        W = const_expr(self.K // 32)
+        for r in cutlass.range_constexpr(self.stage_tokens):
+            t = tid // 32 + r * self.warps
+            if t < length:
+                sq = F32(0.0)
+                sk = F32(0.0)
+                kq = F32(0.0)
+                for j in cutlass.range_constexpr(W):
+                    sq += rq[r, j].to(F32) * rq[r, j].to(F32)
+                    sk += rk[r, j].to(F32) * rk[r, j].to(F32)
+                    kq += rq[r, j].to(F32) * rk[r, j].to(F32)
+                for s in cutlass.range_constexpr(5):
+                    sq += cute.arch.shuffle_sync_bfly(sq, offset=16 >> s, mask=-1, mask_and_clamp=31)
+                    sk += cute.arch.shuffle_sync_bfly(sk, offset=16 >> s, mask=-1, mask_and_clamp=31)
+                    kq += cute.arch.shuffle_sync_bfly(kq, offset=16 >> s, mask=-1, mask_and_clamp=31)
+                iq, ik = self.norms(sq, sk, scale, use_qk_l2norm)
+                for j in cutlass.range_constexpr(W):
+                    sQ[t, wl * W + j] = rq[r, j].to(F32) * iq
+                    sK[t, wl * W + j] = rk[r, j].to(F32) * ik
+                decay = F32(1.0)
+                if const_expr(self.per_k):
+                    for j in cutlass.range_constexpr(W):
+                        bk = F32(0.0) if const_expr(dt_bias is None) else dt_bias[dh, wl * W + j].to(F32)
+                        sG[t, wl * W + j] = gates.decay(self.gate, rg[r, j].to(F32), A, bk, softplus_beta, threshold, lower_bound)
+                else:
+                    decay = gates.decay(self.gate, rs[r, 0], A, bias, softplus_beta, threshold, lower_bound)
+                if wl == 0:
+                    sS[t, 0] = decay
+                    sS[t, 1] = self.beta_of(rs[r, 1], beta_scale)
+                    sS[t, 2] = kq * iq * ik
+        for r in cutlass.range_constexpr(self.stage_values):
+            e = r * self.threads + tid
+            t = e // (self.tile_v // self.VW)
+            if t < length:
+                cute.autovec_copy(rv[r, None], cute.local_tile(sV[t, None], (self.VW,), (e % (self.tile_v // self.VW),)))
+
+    @cute.kernel
+    def kernel(
+        self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
+        scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
+        null_index: Int32, use_qk_l2norm: Int32, heads: cute.FastDivmodDivisorV2,
+    ):  # fmt: skip
+        tid, _, _ = cute.arch.thread_idx()
+        vt, hv, n = cute.arch.block_idx()
+        if const_expr(self.k_last):
+            lane = tid % self.lanes
+            group = tid // self.lanes
+        else:
+            lane = tid % 32 // self.step
+            group = tid // 32 * self.step + tid % self.step
+        hq, _ = divmod(hv, heads)
+        slots = state.shape[0]
+
+        # the slot to start from; an index outside the pool is padding too, so no index reaches memory that is not the pool's
+        slot = n
+        if const_expr(self.intermediate == "slots"):
+            column = Int32(0)
+            if const_expr(self.accepted):
+                column = cutlass.min(cutlass.max(accepted[n], 1), slot_index.shape[1]) - 1
+            slot = slot_index[n, column]
+        elif const_expr(self.pool):
+            slot = read_index[n]
+        write_slot = slot
+        if const_expr(self.pool and self.update):
+            write_slot = write_index[n]
+
+        # where the request's tokens lie, and how many there are
+        ni = n
+        t0 = Int32(0)
+        length = q.shape[1]
+        if const_expr(self.ragged):
+            ni = Int32(0)
+            total = q.shape[1]
+            t0 = cutlass.min(cutlass.max(cu_seqlens[n], 0), total)
+            length = cutlass.max(cutlass.min(cutlass.min(cu_seqlens[n + 1], total) - t0, self.tokens), 0)
+
+        # What does not hang on the slot is loaded while the slot's index is on its way: at B=1 an H100 waits 0.6 us for each.
+        v0 = vt * self.tile_v
+        ah, dh = self.parameters(A_log, dt_bias, v.shape[2], hq, hv)
+        A = F32(0.0) if const_expr(A_log is None) else A_log[ah].to(F32)
+        bias = F32(0.0) if const_expr(dt_bias is None or self.per_k) else dt_bias[dh].to(F32)
+        rq = cute.make_rmem_tensor((self.RK,), q.element_type)
+        rk = cute.make_rmem_tensor((self.RK,), k.element_type)
+        rg = cute.make_rmem_tensor((self.RK,), a.element_type)
+        rbias = None
+        if const_expr(self.per_k and dt_bias is not None and not self.smem):
+            rbias = cute.make_rmem_tensor((self.RK,), dt_bias.element_type)
+            self.read_key(dt_bias[dh, None], rbias, lane)
+        rv = cute.make_rmem_tensor((self.RV,), v.element_type)
+        ga = F32(0.0)
+        gb = F32(0.0)
+        if const_expr(self.smem):
+            # a warp's tokens lie side by side
+            per_token = cute.make_layout((self.stage_tokens, self.K // 32), stride=(self.K // 32, 1))
+            wq = cute.make_rmem_tensor(per_token, q.element_type)
+            wk = cute.make_rmem_tensor(per_token, k.element_type)
+            wg = cute.make_rmem_tensor(per_token, a.element_type)
+            ws = cute.make_rmem_tensor(cute.make_layout((self.stage_tokens, 2), stride=(2, 1)), F32)
+            wv = cute.make_rmem_tensor(cute.make_layout((self.stage_values, self.VW), stride=(self.VW, 1)), v.element_type)
+            self.read_stage(q, k, v, a, b, ni, t0, length, hq, hv, v0, tid, wq, wk, wg, ws, wv)
+        elif const_expr(not self.loop):
+            self.read_token(q, k, a, ni, t0, hq, hv, lane, rq, rk, rg)
+            if const_expr(not self.per_k):
+                ga = a[ni, t0, hv].to(F32)
+            gb = b[ni, t0, hv].to(F32)
+            self.read_values(v[ni, t0, hv, None], rv, v0 + group * self.RV)
+
+        live = slot >= 0
+        if const_expr(self.pool):
+            live = slot >= 0 and slot < slots and slot != null_index
+        writes = live
+        if const_expr(self.pool and self.update):
+            writes = write_slot >= 0 and write_slot < slots and write_slot != null_index
+        row = Int64(n)
+        keeps = live
+        if const_expr(self.intermediate == "indexed"):
+            at = slot_index[n]
+            keeps = at >= 0 and at < intermediate.shape[0] and at != null_index
+            row = Int64(at)
+
+        if live:
+            source = state[Int64(slot), hv, None, None]
+            raw = self.fragment(self.state_dtype)
+            fq = cute.make_rmem_tensor((self.RK,), F32)
+            fk = cute.make_rmem_tensor((self.RK,), F32)
+            fg = cute.make_rmem_tensor((self.RK,), F32)
+            decay = F32(1.0)
+            beta = F32(1.0)
+            kq = F32(0.0)
+            if const_expr(self.early):
+                self.copy_rows(source, raw, v0 + group * self.RV, lane, False)
+            if const_expr(self.smem):
+                T = const_expr(self.tokens)
+                smem = SmemAllocator()
+                wide = cute.make_layout((T, self.K), stride=(self.K, 1))
+                sQ = smem.allocate_tensor(F32, wide, 16)
+                sK = smem.allocate_tensor(F32, wide, 16)
+                sG = smem.allocate_tensor(F32, wide, 16) if const_expr(self.per_k) else None
+                sS = smem.allocate_tensor(F32, cute.make_layout((T, 4), stride=(4, 1)), 16)
+                sV = smem.allocate_tensor(v.element_type, cute.make_layout((T, self.tile_v), stride=(self.tile_v, 1)), 16)
+                self.write_stage(
+                    sQ, sK, sG, sV, sS, dt_bias, dh, A, bias, length, tid, wq, wk, wg, ws, wv,
+                    scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, use_qk_l2norm,
+                )  # fmt: skip
+                cute.arch.sync_threads()
+            elif const_expr(not self.loop):
+                decay, beta, kq = self.use_token(
+                    rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg,
+                    scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, use_qk_l2norm,
+                )  # fmt: skip
+            # rolled: unrolled over four chunks of a large tile one variant took 2.1 s to compile instead of 0.5
+            for it in cutlass.range(self.chunks, unroll=1):
+                row0 = v0 + it * self.chunk + group * self.RV
+                if const_expr(not self.early):
+                    self.copy_rows(source, raw, row0, lane, False)
+                    if const_expr(not self.loop and self.chunks > 1):
+                        self.read_values(v[ni, t0, hv, None], rv, row0)
+                fh = self.fragment(F32)
+                rw = cute.make_rmem_tensor((self.RV,), v.element_type)
+                for i in cutlass.range_constexpr(self.RV):
+                    rw[i] = rv[i]
+                    for j in cutlass.range_constexpr(self.RK):
+                        fh[i, j] = raw[i, j].to(F32)
+                if const_expr(self.early and self.chunks > 1):
+                    if it + 1 < self.chunks:
+                        self.copy_rows(source, raw, row0 + self.chunk, lane, False)
+                        if const_expr(not self.loop):
+                            self.read_values(v[ni, t0, hv, None], rv, row0 + self.chunk)
+                scaled = F32(1.0)
+                if const_expr(self.loop):
+                    for t in cutlass.range(length, unroll=1):
+                        if const_expr(self.smem):
+                            self.read_key(sQ[t, None], fq, lane)
+                            self.read_key(sK[t, None], fk, lane)
+                            if const_expr(self.per_k):
+                                self.read_key(sG[t, None], fg, lane)
+                            decay = sS[t, 0]
+                            beta = sS[t, 1]
+                            kq = sS[t, 2]
+                            self.read_values(sV[t, None], rw, row0 - v0)
+                        else:
+                            self.read_token(q, k, a, ni, t0 + t, hq, hv, lane, rq, rk, rg)
+                            if const_expr(not self.per_k):
+                                ga = a[ni, t0 + t, hv].to(F32)
+                            gb = b[ni, t0 + t, hv].to(F32)
+                            self.read_values(v[ni, t0 + t, hv, None], rw, row0)
+                            decay, beta, kq = self.use_token(
+                                rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg,
+                                scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, use_qk_l2norm,
+                            )  # fmt: skip
+                        o = output[ni, t0 + t, hv, None]
+                        scaled = self.advance(fh, rw, fq, fk, fg, decay, scaled, beta, kq, row0, lane, o)
+                        self.keep_state(state, slot_index, intermediate, n, row, t, hv, fh, scaled, keeps, null_index, row0, lane)
+                else:
+                    o = output[ni, t0, hv, None]
+                    scaled = self.advance(fh, rw, fq, fk, fg, decay, scaled, beta, kq, row0, lane, o)
+                    self.keep_state(state, slot_index, intermediate, n, row, 0, hv, fh, scaled, keeps, null_index, row0, lane)
+                if const_expr(self.update):
+                    if writes:
+                        self.store_rows(state[Int64(write_slot), hv, None, None], fh, scaled, row0, lane)
+        else:
+            for e in cutlass.range(tid, length * self.tile_v, self.threads, unroll=1):
+                output[ni, t0 + e // self.tile_v, hv, v0 + e % self.tile_v] = F32(0.0).to(output.element_type)
+
+    @cute.jit
+    def keep_state(
+        self, state, slot_index, intermediate, n, row, t, hv, fh, scaled: Float32, keeps, null_index: Int32, row0, lane
+    ):  # fmt: skip
+        """Writes the state after token t to its place among the intermediate states, where the contract has them."""
+        if const_expr(self.intermediate == "slots"):
+            # a ragged request may have more tokens than there are columns
+            if t < slot_index.shape[1]:
+                slot = slot_index[n, t]
+                if slot >= 0 and slot < state.shape[0] and slot != null_index:
+                    self.store_rows(state[Int64(slot), hv, None, None], fh, scaled, row0, lane)
+        elif const_expr(self.intermediate != "none"):
+            if keeps and t < intermediate.shape[1]:
+                self.store_rows(intermediate[row, Int64(t), hv, None, None], fh, scaled, row0, lane)
+
+
+def fakes(facts: dict) -> list:
+    """Stand-ins for the arguments: dtypes, ranks, tied sizes and what must be contiguous; None for what the contract lacks."""
+    K, V = facts["K"], facts["V"]
+    per_k, pool, ragged, kept = facts["op"] == "kda_decode", facts["pool"], facts["ragged"], facts["intermediate"]
+    update = facts["mode"] == "update"
+    x, s = DTYPES[facts["input_dtype"]], DTYPES[facts["state_dtype"]]
+    a, b = DTYPES[facts["gate_dtype"]], DTYPES[facts["beta_dtype"]]
+    # strides of pools and buffers are 64-bit: static or 32-bit ones wrap at slot 2048 of HV=64
+    stride = cute.sym_int64
+    B, H, HV, slots = (cute.sym_int(symbol=n) for n in ("B", "H", "HV", "slots"))
+    N = cute.sym_int(symbol="one") if ragged else B
+    T = cute.sym_int(symbol="T")
+    tile = (V, K) if facts["layout"] == "k_last" else (K, V)
+    e, x16 = 16 // (s.width // 8), 16 // (x.width // 8)
+
+    def tensor(dtype, shape, strides, align):
+        return make_fake_tensor(dtype, shape, strides, assumed_align=align)
+
+    def index(*shape):
+        return tensor(Int32, shape, tuple(stride() for _ in shape), 4)
+
+    def rows(dtype, heads, width, e16):
+        return tensor(dtype, (N, T, heads, width), (stride(divisibility=e16), stride(divisibility=e16), width, 1), 16)
+
+    state = tensor(s, (slots, HV, *tile), (stride(divisibility=e), tile[0] * tile[1], tile[1], 1), 16)
+    if per_k:
+        gate = rows(a, HV, K, 16 // (a.width // 8))
+    else:
+        gate = tensor(a, (N, T, HV), (stride(), stride(), stride()), a.width // 8)
+    beta = tensor(b, (N, T, HV), (stride(), stride(), stride()), b.width // 8)
+    A_log = dt_bias = None
+    if facts["A_log_dtype"]:
+        A, d = DTYPES[facts["A_log_dtype"]], DTYPES[facts["dt_bias_dtype"]]
+        A_log = tensor(A, (cute.sym_int(),), (stride(),), A.width // 8)
+        dt_bias = tensor(d, (cute.sym_int(), K), (K, 1), 16) if per_k else tensor(d, (cute.sym_int(),), (stride(),), d.width // 8)
+    slot_index = None
+    if kept == "indexed":
+        slot_index = index(B)
+    elif kept == "slots":
+        slot_index = index(B, cute.sym_int())
+    buffer = None
+    if kept in ("dense", "indexed"):
+        shape = (cute.sym_int(), cute.sym_int(), HV, *tile)
+        buffer = tensor(s, shape, (stride(divisibility=e), stride(divisibility=e), tile[0] * tile[1], tile[1], 1), 16)
+    return [
+        state,
+        rows(x, H, K, x16),
+        rows(x, H, K, x16),
+        rows(x, HV, V, x16),
+        gate,
+        beta,
+        A_log,
+        dt_bias,
+        index(B) if pool and kept != "slots" else None,
+        index(B) if pool and update else None,
+        slot_index,
+        index(B) if facts["accepted"] else None,
+        index(cute.sym_int()) if ragged else None,
+        buffer,
+        rows(x, HV, V, x16),
+    ]
+
+
+def compile(facts: dict, knobs: dict, options: str, prefix: str):
+    """The compiled function of one setting, for the architecture that CUTE_DSL_ARCH names; profilers show `prefix`."""
+    kernel = Recurrent(facts, knobs)
+    kernel.kernel.set_name_prefix(prefix, remove_cutlass_symbol=True, keep_mangled_name=False)
+    scalars = [F32(1.0)] * 5 + [Int32(-1), Int32(1)]
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(kernel.gated_delta_rule_decode, *fakes(facts), *scalars, stream, options=f"--enable-tvm-ffi {options}")

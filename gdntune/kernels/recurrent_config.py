@@ -1,0 +1,149 @@
+"""Knobs of `recurrent`: which settings are legal, which are worth trying, and the default rule."""
+
+import dataclasses
+from typing import Any
+
+from gdntune.arch import Device
+from gdntune.kernels.spec import Facts, Kernel, knob
+from gdntune.problem import ITEMSIZE, Contract
+
+
+@dataclasses.dataclass(frozen=True)
+class Knobs:
+    """One setting of the recurrent kernel."""
+
+    tile_v: int = knob("tv", "rows of V a thread block owns")
+    ilp: int = knob("ilp", "rows a thread has in flight (k_last; a v_last thread holds vec rows)")
+    vec: int = knob("vec", "state elements one load moves")
+    lanes: int = knob("ln", "threads that share a row, a power of two")
+    threads: int = knob("th", "threads a block")
+    stage: str = knob("", "where normalised q and k live: reg (each thread its own) or smem (once a block)", default="reg")
+    early: bool = knob("early", "the state's loads go before the gate, and the next rows' before this ones' stores", default=False)
+
+
+def compiled_tokens(contract: Contract) -> int:
+    """The largest T that a contract's object serves: T=1 is compiled apart, beyond it T is a loop to 8 or 16."""
+    if contract.tokens == 1 and not contract.ragged:
+        return 1
+    return 8 if contract.tokens <= 8 else 16
+
+
+def facts(c: Contract) -> Facts:
+    """What an object is compiled for. B, H, HV, pool size, strides, scale, thresholds and null_index are dynamic."""
+    return {
+        "op": c.op,
+        "tokens": compiled_tokens(c),
+        "K": c.K,
+        "V": c.V,
+        "layout": c.layout,
+        "input_dtype": c.input_dtype,
+        "state_dtype": c.state_dtype,
+        "gate_dtype": c.gate_dtype,
+        "beta_dtype": c.beta_dtype,
+        "A_log_dtype": c.A_log_dtype if c.has_parameters else None,
+        "dt_bias_dtype": c.dt_bias_dtype if c.has_parameters else None,
+        "gate": c.gate,
+        "beta": c.beta,
+        "mode": c.mode,
+        "intermediate": c.intermediate,
+        "accepted": c.accepted,
+        "pool": c.pool,
+        "ragged": c.ragged,
+    }
+
+
+def held_rows(c: Contract, s: Knobs) -> int:
+    """Rows of V that a thread holds at once."""
+    return s.ilp if c.layout == "k_last" else s.vec
+
+
+def refuse(c: Contract, s: Knobs) -> str | None:
+    """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
+    if s.stage not in ("reg", "smem"):
+        return f"stage={s.stage!r}: accepted are reg, smem"
+    if s.threads not in (32, 64, 128, 256, 512):
+        return f"threads={s.threads}: accepted are 32, 64, 128, 256, 512"
+    if s.lanes not in (1, 2, 4, 8, 16, 32):
+        # another number compiles in silence, and its butterfly sums are wrong
+        return f"lanes={s.lanes}: the row's sums are butterflies within a warp, accepted are powers of two to 32"
+    size = s.vec * ITEMSIZE[c.state_dtype]
+    if size not in (4, 8, 16):
+        return f"vec={s.vec} of {c.state_dtype} is {size} bytes a load: accepted are 4, 8, 16"
+    if c.layout == "k_last":
+        if c.K % (s.vec * s.lanes):
+            return f"K={c.K} is not a multiple of vec*lanes={s.vec * s.lanes}"
+    else:
+        if c.K % s.lanes:
+            return f"K={c.K} is not a multiple of lanes={s.lanes}"
+        if s.ilp != 1:
+            return f"ilp={s.ilp} with v_last: a thread holds vec rows, accepted is 1"
+    rows = s.threads // s.lanes * held_rows(c, s)
+    if s.tile_v % rows:
+        return f"tile_v={s.tile_v} is not a multiple of the {rows} rows that {s.threads} threads hold"
+    if c.V % s.tile_v:
+        return f"V={c.V} is not a multiple of tile_v={s.tile_v}"
+    held = held_rows(c, s) * (c.K // s.lanes)
+    if held > 128:
+        return f"{held} state elements a thread in fp32: beyond 128 registers would spill"
+    return None
+
+
+def _candidates(c: Contract) -> list[Knobs]:
+    wide = 16 // ITEMSIZE[c.state_dtype]
+    k_last = c.layout == "k_last"
+    stages = ("smem", "reg") if compiled_tokens(c) > 1 else ("reg",)
+    return [
+        Knobs(tile_v, ilp, vec, lanes, threads, stage, early)
+        for stage in stages
+        for early in (True, False)
+        for threads in (128, 64, 256, 32)
+        for vec in ((wide,) if k_last else (wide, wide // 2))
+        for lanes in (16, 8, 32, 4)
+        for ilp in ((1, 2, 4, 8) if k_last else (1,))
+        for tile_v in (8, 16, 32, 64, 128)
+    ]
+
+
+def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
+    """The settings worth trying, simplest first."""
+    kept = []
+    for s in _candidates(c):
+        if refuse(c, s):
+            continue
+        chunks = s.tile_v // (s.threads // s.lanes * held_rows(c, s))
+        elements = held_rows(c, s) * (c.K // s.lanes)
+        if chunks > 4 or elements < 8 or (c.layout == "k_last" and elements > 64):
+            continue
+        kept.append(s)
+    return tuple(kept)
+
+
+def default(c: Contract, work_units: int, device: Device) -> Knobs:
+    """A rule for where no table speaks: small tiles until the blocks fill the device twice, then larger ones."""
+    legal = [s for s in _candidates(c) if not refuse(c, s) and s.early and s.threads == 128]
+    if not legal:
+        legal = [s for s in _candidates(c) if not refuse(c, s)]
+    wanted = 8
+    while wanted < 32 and work_units * c.V // (2 * wanted) >= 4 * device.sm_count:
+        wanted *= 2
+    stage = "smem" if compiled_tokens(c) > 1 else "reg"
+
+    def distance(s: Knobs) -> tuple[Any, ...]:
+        elements = held_rows(c, s) * (c.K // s.lanes)
+        return (s.stage != stage, abs(s.tile_v - wanted), -s.vec, abs(elements - 32), s.lanes)
+
+    return min(legal, key=distance)
+
+
+KERNEL = Kernel(
+    name="recurrent",
+    device="cuda",
+    role="decode",
+    knobs=Knobs,
+    space=space,
+    refuse=refuse,
+    default=default,
+    facts=facts,
+    compiler="gdntune.kernels.recurrent:compile",
+    sources=("gdntune.kernels.recurrent",),
+)

@@ -1,0 +1,107 @@
+"""What a kernel entry has, what a variant is, and the one calling convention of every compiled kernel.
+
+Calling convention. A decode kernel, CPU or CUDA, takes these positional arguments; a tensor that the contract does not have is None.
+
+    state         [slots, HV, V, K] (k_last) or [slots, HV, K, V] (v_last); each head contiguous, any slot stride
+    q, k          [B, T, H, K];  v  [B, T, HV, V];  last dimension contiguous. ragged: [1, total, ...]
+    a             [B, T, HV] (GDN: a, or the log decay) or [B, T, HV, K] (KDA: g)
+    b             [B, T, HV]: beta or its logit
+    A_log         [HV] or [H];  dt_bias  [HV] or [H], KDA: [HV, K] or [H, K]
+    read_index    [B] int32;  write_index  [B] int32
+    slot_index    int32: [B] (`indexed`: row of `intermediate`) or [B, 1+S] (`slots`: slot that token t's state goes to)
+    accepted      [B] int32: the start column is clamp(accepted, 1, 1+S) - 1
+    cu_seqlens    [B+1] int32
+    intermediate  [rows, steps, HV, V, K] (v_last: [..., K, V]), any stride of rows and steps
+    output        [B, T, HV, V]
+    scale, softplus_beta, softplus_threshold, lower_bound, beta_scale   float32 (beta_scale is 2 for negative eigenvalues)
+    null_index, use_qk_l2norm   int32 (an index that is negative or equals null_index is padding)
+
+A floor kernel takes (state [slots, n], intermediate [slots, steps, n] or None, factor float32, sink [1] float32).
+Nothing is allocated or kept by a kernel; CUDA kernels run on the current stream.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from gdntune.arch import Device
+from gdntune.errors import UnknownName, listed
+from gdntune.problem import Contract
+
+DECODE_ARGUMENTS = (
+    "state q k v a b A_log dt_bias read_index write_index slot_index accepted cu_seqlens intermediate output "
+    "scale softplus_beta softplus_threshold lower_bound beta_scale null_index use_qk_l2norm"
+).split()
+FLOOR_ARGUMENTS = ("state", "intermediate", "factor", "sink")
+
+Role = Literal["decode", "floor"]
+Facts = Mapping[str, Any]
+
+
+def knob(tag: str, doc: str, **kw: Any) -> Any:
+    """A field of a knobs dataclass; `tag` is its short name in a variant's id."""
+    return dataclasses.field(metadata={"tag": tag, "doc": doc}, **kw)
+
+
+class Variant(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """One kernel and its knobs, `id` is stable: `recurrent.tv32.ilp4.vec8`."""
+
+    kernel: str
+    id: str
+    knobs: dict[str, int | str | bool]
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """An entry of the registry. The search knows kernels by these fields alone.
+
+    knobs: a frozen dataclass of `knob` fields.
+    space: every setting worth trying for a contract on a device, in order of simplicity; each is legal.
+    refuse: the kernel's one legality function: why a setting cannot serve a contract, or None.
+    default: the setting used where no table speaks, by contract, work units and device.
+    facts: what an object is compiled for, as plain values; contracts with equal facts share objects.
+    compiler: `module:function`, imported in a worker process, called with (facts, knobs as a dict, function name).
+    sources: modules or files below gdntune/ whose text decides the object; the fingerprint covers what they import from kernels/.
+    """
+
+    name: str
+    device: Literal["cuda", "cpu"]
+    role: Role
+    knobs: type
+    space: Callable[[Contract, Device], tuple[Any, ...]]
+    refuse: Callable[[Contract, Any], str | None]
+    default: Callable[[Contract, int, Device], Any]
+    facts: Callable[[Contract], Facts]
+    compiler: str
+    sources: tuple[str, ...]
+
+    def variant(self, knobs: Any) -> Variant:
+        """The variant of a setting."""
+        parts = [self.name]
+        for field in dataclasses.fields(knobs):
+            value = getattr(knobs, field.name)
+            if isinstance(value, bool):
+                if value:
+                    parts.append(field.metadata["tag"])
+            else:
+                parts.append(f"{field.metadata['tag']}{value}")
+        return Variant(self.name, ".".join(parts), dataclasses.asdict(knobs))
+
+    def setting(self, knobs: Mapping[str, Any]) -> Any:
+        """The knobs dataclass of plain values, as a table holds them; unknown or missing names are refused."""
+        names = {f.name for f in dataclasses.fields(self.knobs)}
+        required = {f.name for f in dataclasses.fields(self.knobs) if f.default is dataclasses.MISSING}
+        if unknown := set(knobs) - names:
+            raise UnknownName(f"{self.name} has no knob {listed(sorted(unknown))}: it has {listed(sorted(names))}")
+        if missing := required - set(knobs):
+            raise UnknownName(f"{self.name} lacks the knob {listed(sorted(missing))}")
+        return self.knobs(**knobs)
+
+    def variants(self, contract: Contract, device: Device) -> tuple[Variant, ...]:
+        """The variants worth trying."""
+        return tuple(self.variant(s) for s in self.space(contract, device))

@@ -1,0 +1,77 @@
+"""Knobs of `stream`, the floor: the memory knobs that a kernel has, and nothing else."""
+
+import dataclasses
+
+from gdntune.arch import Device
+from gdntune.kernels.spec import Facts, Kernel, Variant, knob
+from gdntune.problem import ITEMSIZE, Contract
+
+
+@dataclasses.dataclass(frozen=True)
+class Knobs:
+    """One setting of the streaming kernel."""
+
+    tile: int = knob("t", "state elements a thread block moves")
+    ilp: int = knob("ilp", "loads a thread has in flight")
+    vec: int = knob("vec", "state elements one load moves")
+    threads: int = knob("th", "threads a block")
+    early: bool = knob("early", "the next loads go before this ones' stores", default=False)
+
+
+def facts(c: Contract) -> Facts:
+    """The form of a contract's floor: whether the state is rewritten, and whether a copy a token is written too."""
+    return {"state_dtype": c.state_dtype, "update": c.mode == "update", "steps": c.intermediate != "none"}
+
+
+def refuse(c: Contract, s: Knobs) -> str | None:
+    """Why a setting cannot serve a contract, or None."""
+    if s.vec * ITEMSIZE[c.state_dtype] not in (4, 8, 16):
+        return f"vec={s.vec} of {c.state_dtype}: accepted are loads of 4, 8 or 16 bytes"
+    if s.threads % 32 or not 32 <= s.threads <= 1024:
+        return f"threads={s.threads}: accepted are multiples of 32 to 1024"
+    if s.tile % (s.threads * s.vec * s.ilp):
+        return f"tile={s.tile} is not a multiple of threads*vec*ilp={s.threads * s.vec * s.ilp}"
+    if (c.K * c.V) % s.tile:
+        return f"K*V={c.K * c.V} is not a multiple of tile={s.tile}"
+    return None
+
+
+def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
+    """The settings worth trying, simplest first."""
+    vec = 16 // ITEMSIZE[c.state_dtype]
+    kept = []
+    for early in (False, True):
+        for threads in (128, 256, 64):
+            for ilp in (1, 2, 4, 8):
+                for tile in (1024, 2048, 4096, 8192, 16384):
+                    s = Knobs(tile, ilp, vec, threads, early)
+                    chunks = tile // (threads * vec * ilp)
+                    if not refuse(c, s) and chunks <= 4 and not (early and chunks == 1):
+                        kept.append(s)
+    return tuple(kept)
+
+
+def default(c: Contract, work_units: int, device: Device) -> Knobs:
+    """A middling shape."""
+    vec = 16 // ITEMSIZE[c.state_dtype]
+    best = [s for s in space(c, device) if s.threads == 128 and s.vec == vec and not s.early]
+    return min(best, key=lambda s: (abs(s.tile - 4096), abs(s.ilp - 4)))
+
+
+KERNEL = Kernel(
+    name="stream",
+    device="cuda",
+    role="floor",
+    knobs=Knobs,
+    space=space,
+    refuse=refuse,
+    default=default,
+    facts=facts,
+    compiler="gdntune.kernels.stream:compile",
+    sources=("gdntune.kernels.stream",),
+)
+
+
+def flush() -> tuple[Contract, Variant]:
+    """The read form over fp32: what empties L2 between timed launches. A row of its buffer is one tile, 16 KiB."""
+    return Contract(state_dtype="fp32", mode="frozen"), KERNEL.variant(Knobs(tile=4096, ilp=4, vec=4, threads=256))

@@ -1,0 +1,289 @@
+"""The public functions, on torch tensors: what an engine calls.
+
+Everything that decides the compiled object is read off the tensors (dtypes, T, K, V, layout, which optional tensors are there); B, H, HV,
+the pool's size, strides, scale and thresholds are run-time values of one compiled object. Nothing is copied and nothing synchronises.
+"""
+
+import os
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from gdntune.dispatch import Bound, runtime
+from gdntune.errors import UnsupportedProblem
+from gdntune.problem import MAX_TOKENS, Contract, Problem, check_contract
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_BOUND: dict[tuple[Any, ...], Bound] = {}
+
+
+@lru_cache(maxsize=1)
+def _dtype_names() -> "dict[torch.dtype, str]":
+    import torch
+
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@lru_cache(maxsize=1)
+def _checking() -> bool:
+    return os.environ.get("GDNTUNE_CHECK", "") not in ("", "0")
+
+
+def _index(x: "Tensor | None", name: str) -> "Tensor | None":
+    """An index tensor as int32 without a copy: int64 by its low words, so values stay below 2^31."""
+    if x is None:
+        return None
+    import torch
+
+    if x.dtype == torch.int32:
+        return x
+    if x.dtype == torch.int64:
+        return x.unsqueeze(-1).view(torch.int32)[..., 0]
+    raise UnsupportedProblem(f"{name} has dtype {x.dtype}: accepted are torch.int32 and torch.int64")
+
+
+def _parameter(x: "Tensor | None") -> "Tensor | None":
+    return x.detach() if x is not None and x.requires_grad else x
+
+
+def gated_delta_rule_decode(
+    q: "Tensor",
+    k: "Tensor",
+    v: "Tensor",
+    *,
+    initial_state: "Tensor",
+    A_log: "Tensor | None" = None,
+    a: "Tensor | None" = None,
+    dt_bias: "Tensor | None" = None,
+    b: "Tensor | None" = None,
+    g: "Tensor | None" = None,
+    beta: "Tensor | None" = None,
+    initial_state_indices: "Tensor | None" = None,
+    output_state_indices: "Tensor | None" = None,
+    intermediate_states_buffer: "Tensor | None" = None,
+    intermediate_state_indices: "Tensor | None" = None,
+    ssm_state_indices: "Tensor | None" = None,
+    num_accepted_tokens: "Tensor | None" = None,
+    cu_seqlens: "Tensor | None" = None,
+    max_tokens: int | None = None,
+    disable_state_update: bool = False,
+    state_layout: str = "k_last",
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    allow_neg_eigval: bool = False,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    null_index: int = -1,
+    batch_invariant: bool = False,
+    output: "Tensor | None" = None,
+) -> "Tensor":
+    """Gated DeltaNet decode of T tokens for each of B requests; updates the state in place and returns the output [B, T, HV, V].
+
+    Static, so part of a compiled object: every dtype, T (1; 2 to 8; 9 to 16), K, V, state_layout, which optional tensors are given,
+    disable_state_update. Dynamic: B, H, HV, sizes and strides, scale, softplus_*, null_index, use_qk_l2norm, allow_neg_eigval.
+
+    q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H; bf16 or fp16 (fp32 too); slices of one packed tensor will do.
+    initial_state: [slots, HV, V, K] (`k_last`) or [slots, HV, K, V] (`v_last`), fp32, bf16 or fp16, any slot stride. The caller's; updated
+        in place. Without indices slots is B and row n belongs to request n.
+    A_log, dt_bias [HV] or [H], a [B, T, HV], b [B, T, HV]: raw gates, decay = exp(-exp(A_log) softplus(a + dt_bias)), beta = sigmoid(b).
+        Or g [B, T, HV], the log decay, instead of A_log, a and dt_bias; beta [B, T, HV] instead of b.
+    initial_state_indices, output_state_indices: [B] int32 or int64: the slot to read, and the slot to write (default: the one read).
+        A negative index, one equal to null_index or one outside the pool is padding: no slot is read or written and the output row is
+        zero; as a write index it skips the write alone.
+    intermediate_states_buffer: [rows, steps, HV, V, K] (v_last: [..., K, V]): receives the state after each token, at row n or
+        intermediate_state_indices[n]. Whether the final state is written too depends on disable_state_update alone.
+    ssm_state_indices: [B, 1+S]: the state after token t goes to slot [n, t], and the state to start from is in column
+        clamp(num_accepted_tokens[n], 1, 1+S) - 1 (0 without num_accepted_tokens). Nothing else is written unless output_state_indices is given.
+    cu_seqlens: [B+1]: ragged batches; q, k, v, gates and output are packed rows [1, total, ...], lengths 0 to max_tokens (at most 16, the
+        default); rows beyond cu_seqlens[-1] are untouched.
+    scale: of q, default K**-0.5. use_qk_l2norm: q, k <- x rsqrt(sum x^2 + 1e-6). allow_neg_eigval doubles beta.
+    batch_invariant: one variant for all batch sizes, so that a token does not depend on the batch it is decoded in.
+    output: [B, T, HV, V] of q's dtype to write to; None allocates a fresh tensor each call.
+
+    Raises UnsupportedProblem (a ValueError) naming the argument, what was given and what is accepted. Values on the device are not checked
+    (that would synchronise); GDNTUNE_CHECK=1 in the environment checks indices, counts and duplicates on the host.
+    Formula: Gated Delta Networks (arXiv 2412.06464), eq. 10, in the recurrent form.
+    """
+    raw = g is None
+    if raw and (A_log is None or a is None or dt_bias is None):
+        raise UnsupportedProblem("the gate: accepted are A_log, a and dt_bias together (raw), or g (log decay); give one of the two")
+    if not raw and not (A_log is None and a is None and dt_bias is None):
+        raise UnsupportedProblem("g and A_log/a/dt_bias are both given: accepted is one of the two forms of the gate")
+    return _decode(
+        "gdn_decode", "raw" if raw else "log", q, k, v, a if raw else g, b, beta, A_log, dt_bias, initial_state,
+        initial_state_indices, output_state_indices, intermediate_states_buffer, intermediate_state_indices, ssm_state_indices,
+        num_accepted_tokens, cu_seqlens, max_tokens, disable_state_update, state_layout, scale, use_qk_l2norm, allow_neg_eigval,
+        softplus_beta, softplus_threshold, 0.0, null_index, batch_invariant, output,
+    )  # fmt: skip
+
+
+def _decode(
+    op, gate, q, k, v, a, b, beta, A_log, dt_bias, state, read_index, write_index, buffer, buffer_index, slot_index, accepted,
+    cu_seqlens, max_tokens, frozen, layout, scale, use_qk_l2norm, neg_eigval, softplus_beta, threshold, lower_bound, null_index,
+    batch_invariant, output,
+):  # fmt: skip
+    """One path for every decode: binds the contract on first sight of these dtypes and shapes, then calls the chosen function."""
+    if (b is None) == (beta is None):
+        raise UnsupportedProblem("beta: accepted is b (a logit) or beta (a value), one of the two")
+    try:
+        N, T, H, K = q.shape
+        HV, V = v.shape[2], v.shape[3]
+    except (ValueError, IndexError):
+        raise UnsupportedProblem(
+            f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: accepted are q [B, T, H, K] and v [B, T, HV, V]"
+        ) from None
+    B = N if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    signature = (
+        op, gate, b is None, q.dtype, state.dtype, a.dtype, (beta if b is None else b).dtype,
+        None if A_log is None else A_log.dtype, None if dt_bias is None else dt_bias.dtype,
+        T if cu_seqlens is None else max_tokens, K, V, layout, frozen, read_index is None, write_index is None, buffer is None,
+        buffer_index is None, slot_index is None, accepted is None, cu_seqlens is None, batch_invariant, q.device,
+    )  # fmt: skip
+    bound = _BOUND.get(signature)
+    if bound is None:
+        contract = _contract(
+            op, gate, q, v, a, b, beta, A_log, dt_bias, state, read_index, write_index, buffer, buffer_index, slot_index, accepted,
+            cu_seqlens, max_tokens, frozen, layout,
+        )  # fmt: skip
+        index = q.device.index or 0
+        bound = _BOUND[signature] = runtime(q.device.type, index).bind(contract, batch_invariant=batch_invariant)
+    if output is None:
+        output = v.new_empty(v.shape)
+    if B < 1:
+        return output
+    if H < 1 or HV % H:
+        raise UnsupportedProblem(f"v has HV={HV} heads and q H={H}: HV must be a multiple of H")
+    if slot_index is None:
+        if read_index is not None and write_index is None and not frozen:
+            write_index = read_index
+        elif read_index is None and state.shape[0] != B:
+            raise UnsupportedProblem(
+                f"initial_state has {state.shape[0]} rows for {B} requests: accepted is one a request, or a pool with initial_state_indices"
+            )
+    if buffer is not None:
+        _check_buffer(buffer, buffer_index, B, T if cu_seqlens is None else bound.contract.tokens)
+    arguments = (
+        state, q, k, v, a, beta if b is None else b, _parameter(A_log), _parameter(dt_bias),
+        _index(read_index, "initial_state_indices"),
+        _index(write_index, "output_state_indices") if bound.contract.writes_index else None,
+        _index(buffer_index if slot_index is None else slot_index, "ssm_state_indices or intermediate_state_indices"),
+        _index(accepted, "num_accepted_tokens"), _index(cu_seqlens, "cu_seqlens"), buffer, output,
+        K**-0.5 if scale is None else scale, softplus_beta, threshold, lower_bound, 2.0 if neg_eigval else 1.0, null_index,
+        1 if use_qk_l2norm else 0,
+    )  # fmt: skip
+    if _checking():
+        from gdntune.arguments import check_values
+
+        check_values(bound.contract, arguments)
+    try:
+        bound.at(B * HV)(*arguments)
+    except (TypeError, ValueError, RuntimeError) as e:
+        from gdntune.arguments import refusal
+
+        raise refusal(bound.contract, arguments, e) from e
+    return output
+
+
+def _check_buffer(buffer, buffer_index, B: int, T: int) -> None:
+    if buffer.dim() != 5 or buffer.shape[1] < T or (buffer_index is None and buffer.shape[0] < B):
+        rows = "any rows" if buffer_index is not None else f"at least {B} rows"
+        raise UnsupportedProblem(
+            f"intermediate_states_buffer has shape {tuple(buffer.shape)}: accepted is [rows, steps, HV, V, K] with {rows} and at least "
+            f"{T} steps"
+        )
+
+
+def _contract(
+    op, gate, q, v, a, b, beta, A_log, dt_bias, state, read_index, write_index, buffer, buffer_index, slot_index, accepted,
+    cu_seqlens, max_tokens, frozen, layout,
+):  # fmt: skip
+    """The contract that a call's tensors ask for."""
+    names = _dtype_names()
+
+    def dtype(x: "Tensor", name: str) -> str:
+        if x.dtype not in names:
+            raise UnsupportedProblem(f"{name} has dtype {x.dtype}: accepted are {', '.join(map(str, names))}")
+        return names[x.dtype]
+
+    if slot_index is not None:
+        for name, other in (
+            ("initial_state_indices", read_index),
+            ("intermediate_states_buffer", buffer),
+            ("intermediate_state_indices", buffer_index),
+        ):
+            if other is not None:
+                raise UnsupportedProblem(f"{name} with ssm_state_indices: accepted is one of them; ssm_state_indices names every slot")
+        if slot_index.dim() != 2:
+            raise UnsupportedProblem(
+                f"ssm_state_indices has shape {tuple(slot_index.shape)}: accepted is [B, 1+S]; a plain [B] goes to initial_state_indices"
+            )
+        if cu_seqlens is None and slot_index.shape[1] < q.shape[1]:
+            raise UnsupportedProblem(f"ssm_state_indices has {slot_index.shape[1]} columns for T={q.shape[1]}: accepted is one a token")
+        intermediate = "slots"
+    elif buffer is not None:
+        intermediate = "dense" if buffer_index is None else "indexed"
+    else:
+        intermediate = "none"
+        if buffer_index is not None:
+            raise UnsupportedProblem("intermediate_state_indices without intermediate_states_buffer: give both or neither")
+    if accepted is not None and slot_index is None:
+        raise UnsupportedProblem("num_accepted_tokens without ssm_state_indices: it names a column of ssm_state_indices")
+    if write_index is not None and read_index is None and slot_index is None:
+        raise UnsupportedProblem("output_state_indices without initial_state_indices: give both, or neither")
+    if write_index is not None and frozen:
+        raise UnsupportedProblem("output_state_indices with disable_state_update=True: nothing would be written there; give one of them")
+    update = write_index is not None if slot_index is not None else not frozen
+    if cu_seqlens is not None and q.shape[0] != 1:
+        raise UnsupportedProblem(f"q has shape {tuple(q.shape)} with cu_seqlens: accepted are packed rows [1, total, H, K]")
+    if max_tokens is not None and cu_seqlens is None:
+        raise UnsupportedProblem("max_tokens without cu_seqlens: T is q.shape[1]; leave it out")
+    if state.dim() != 4:
+        raise UnsupportedProblem(
+            f"initial_state has shape {tuple(state.shape)}: accepted are [slots, HV, V, K] (k_last) and [slots, HV, K, V] (v_last)"
+        )
+    return check_contract(
+        Contract(
+            op=op,
+            tokens=q.shape[1] if cu_seqlens is None else (max_tokens or MAX_TOKENS),
+            K=q.shape[3],
+            V=v.shape[3],
+            layout=layout,
+            input_dtype=dtype(q, "q"),  # type: ignore[arg-type]
+            state_dtype=dtype(state, "initial_state"),  # type: ignore[arg-type]
+            gate_dtype=dtype(a, "a or g"),  # type: ignore[arg-type]
+            beta_dtype=dtype(beta if b is None else b, "b or beta"),  # type: ignore[arg-type]
+            A_log_dtype="fp32" if A_log is None else dtype(A_log, "A_log"),  # type: ignore[arg-type]
+            dt_bias_dtype="fp32" if dt_bias is None else dtype(dt_bias, "dt_bias"),  # type: ignore[arg-type]
+            gate=gate,
+            beta="given" if b is None else "logit",
+            mode="update" if update else "frozen",
+            intermediate=intermediate,  # type: ignore[arg-type]
+            accepted=accepted is not None,
+            pool=read_index is not None or slot_index is not None,
+            ragged=cu_seqlens is not None,
+        )
+    )
+
+
+def plan(problem: Problem, device: str = "cuda", index: int = 0) -> Bound:
+    """Binds a problem's contract and loads the function of its work units, so that the first call compiles nothing."""
+    bound = runtime(device, index).bind(problem.contract)
+    bound.at(problem.work_units)
+    return bound
+
+
+def prepare(contract: Contract, device: str = "cuda", index: int = 0) -> Bound:
+    """Loads every function that a rule can choose for a contract; afterwards any batch can be captured in a CUDA graph."""
+    bound = runtime(device, index).bind(contract)
+    bound.load_all()
+    return bound
+
+
+def load_table(path: str | os.PathLike[str], device: str | None = None, index: int = 0) -> None:
+    """Makes a table the one in use, on its own kind of device unless another is named; TableError where it cannot be trusted."""
+    from gdntune import table
+
+    runtime(device or table.load(path).device.kind, index).use(path)
+    _BOUND.clear()

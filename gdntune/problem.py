@@ -1,0 +1,149 @@
+"""What is computed: `Contract` (what one compiled kernel can serve) and `Problem` (a contract at sizes).
+
+A contract's fields are what a table's rules are keyed on; nothing here imports torch.
+"""
+
+from typing import Any, Literal, get_args, get_type_hints
+
+import msgspec
+
+from gdntune.errors import UnsupportedProblem, listed
+
+Op = Literal["gdn_decode", "kda_decode"]
+DType = Literal["bf16", "fp16", "fp32"]
+Layout = Literal["k_last", "v_last"]
+Gate = Literal["raw", "log", "softplus", "lower_bound"]
+Beta = Literal["logit", "given"]
+Mode = Literal["update", "frozen"]
+Intermediate = Literal["none", "dense", "indexed", "slots"]
+
+ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+MAX_TOKENS = 16
+GATES = {"gdn_decode": ("raw", "log"), "kda_decode": ("log", "softplus", "lower_bound")}
+HEAD_SIZES_K = (64, 96, 128, 256)
+
+
+class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
+    """A problem without its sizes B, H and HV.
+
+    op: `gdn_decode` (one decay a head) or `kda_decode` (one a key dimension).
+    tokens: T, tokens a request and call (the largest, where `ragged`).
+    K, V: key and value head size. layout: `k_last` is a state [slots, HV, V, K], `v_last` [slots, HV, K, V].
+    input_dtype: q, k, v and output; state_dtype: the state and the intermediate states.
+    gate_dtype: a (GDN) or g (KDA); beta_dtype: b or beta; A_log_dtype, dt_bias_dtype: the parameters, where the gate has them.
+    gate: `raw` and `softplus` are -exp(A_log) softplus(a + dt_bias), `log` a log decay, `lower_bound` KDA's sigmoid form.
+    beta: `logit` (sigmoid is applied) or `given`.
+    mode: `update` writes the final state, `frozen` does not.
+    intermediate: where the state after each token goes: nowhere, `dense` (a buffer by batch row), `indexed` (a buffer by
+    `intermediate_state_indices`), `slots` (the pool itself, by `ssm_state_indices`).
+    accepted: with `slots`, the start column comes from `num_accepted_tokens`.
+    pool: the state is a pool of slots named by index tensors; otherwise row n of the state belongs to request n.
+    ragged: q, k, v are packed rows [1, total, ...] delimited by cu_seqlens.
+    """
+
+    op: Op = "gdn_decode"
+    tokens: int = 1
+    K: int = 128
+    V: int = 128
+    layout: Layout = "k_last"
+    input_dtype: DType = "bf16"
+    state_dtype: DType = "bf16"
+    gate_dtype: DType = "bf16"
+    beta_dtype: DType = "bf16"
+    A_log_dtype: DType = "fp32"
+    dt_bias_dtype: DType = "fp32"
+    gate: Gate = "raw"
+    beta: Beta = "logit"
+    mode: Mode = "update"
+    intermediate: Intermediate = "none"
+    accepted: bool = False
+    pool: bool = True
+    ragged: bool = False
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether the gate uses A_log and dt_bias."""
+        return self.gate != "log"
+
+    @property
+    def reads_index(self) -> bool:
+        """Whether the state to start from is named by a read index [B]."""
+        return self.pool and self.intermediate != "slots"
+
+    @property
+    def writes_index(self) -> bool:
+        """Whether the slot of the final state is named by a write index [B]."""
+        return self.pool and self.mode == "update"
+
+    def replace(self, **changes: Any) -> "Contract":
+        """A copy with some fields changed."""
+        return msgspec.structs.replace(self, **changes)
+
+    def key(self) -> str:
+        """A short stable name: the fields that differ from the defaults, `gdn_decode.tokens=4.state_dtype=fp32`."""
+        parts = [self.op, f"tokens={self.tokens}"]
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("op", "tokens") and value != field.default:
+                parts.append(f"{field.name}={str(value).lower() if isinstance(value, bool) else value}")
+        return ".".join(parts)
+
+
+class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
+    """A contract at a batch size B, H q/k heads and HV value heads (GVA: HV is a multiple of H)."""
+
+    contract: Contract
+    B: int
+    H: int
+    HV: int
+
+    @property
+    def work_units(self) -> int:
+        """B*HV, the axis that tables are keyed on."""
+        return self.B * self.HV
+
+    def key(self) -> str:
+        return f"{self.contract.key()}.B={self.B}.H={self.H}.HV={self.HV}"
+
+
+TYPES = {name: get_args(hint) for name, hint in get_type_hints(Contract).items() if get_args(hint)}
+
+
+def contract_fault(c: Contract) -> str | None:
+    """Why the mathematics, or any kernel here, has no such contract; None where it is legal. The one legality function."""
+    for name, accepted in TYPES.items():
+        value = getattr(c, name)
+        if value not in accepted:
+            return f"{name}={value!r}: accepted are {listed(accepted)}"
+    if not 1 <= c.tokens <= MAX_TOKENS:
+        return f"tokens={c.tokens}: accepted are 1 to {MAX_TOKENS}; split longer runs into several calls"
+    if c.K not in HEAD_SIZES_K:
+        return f"K={c.K}: accepted are {listed(HEAD_SIZES_K)}"
+    if c.V % 32 or not 32 <= c.V <= 512:
+        return f"V={c.V}: accepted are multiples of 32 from 32 to 512"
+    if c.gate not in GATES[c.op]:
+        return f"gate={c.gate!r} with op={c.op}: accepted are {listed(GATES[c.op])}"
+    if c.intermediate == "slots" and not c.pool:
+        return "intermediate='slots' without a pool: the slots are those of the pool; pass pool=True"
+    if c.accepted and c.intermediate != "slots":
+        return f"accepted=True with intermediate={c.intermediate!r}: num_accepted_tokens goes with 'slots' alone"
+    return None
+
+
+def check_contract(c: Contract) -> Contract:
+    """The contract itself, or UnsupportedProblem."""
+    fault = contract_fault(c)
+    if fault:
+        raise UnsupportedProblem(fault)
+    return c
+
+
+def problem_fault(p: Problem) -> str | None:
+    """Why a problem is not legal; None where it is."""
+    for name in ("B", "H", "HV"):
+        value = getattr(p, name)
+        if value < 1:
+            return f"{name}={value}: accepted are integers from 1"
+    if p.HV % p.H:
+        return f"HV={p.HV}, H={p.H}: HV must be a multiple of H (each q/k head serves HV/H value heads)"
+    return contract_fault(p.contract)

@@ -1,0 +1,1 @@
+"""How a report looks: a document of text and grids, as Markdown and in the terminal."""

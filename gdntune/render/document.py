@@ -1,0 +1,65 @@
+"""What a report says, apart from how it looks: sections of blocks. Text may hold `code` in backticks, and no other markup."""
+
+import textwrap
+from typing import NamedTuple
+
+# Of a table's line in Markdown and of everything in the terminal: fits a side-by-side diff and a page of GitHub.
+WIDTH = 100
+
+
+class Text(NamedTuple):
+    """A paragraph."""
+
+    text: str
+
+
+class Bullets(NamedTuple):
+    """A list of short lines."""
+
+    items: tuple[str, ...]
+
+
+class Code(NamedTuple):
+    """Commands to copy."""
+
+    text: str
+
+
+class Grid(NamedTuple):
+    """A table. The first `left` columns are text, the others numbers. shades: a cell's share of the DRAM's peak, where it has one."""
+
+    caption: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    shades: tuple[tuple[float | None, ...], ...] = ()
+    left: int = 1
+
+    def fitted(self, width: int = WIDTH) -> "Grid":
+        """This grid with its longest cells cut until its Markdown lines are at most `width` columns."""
+        columns = list(zip(self.headers, *self.rows, strict=True))
+        widths = [max(map(len, column)) for column in columns]
+        while sum(widths) + 3 * len(widths) + 1 > width and max(widths) > 8:
+            widths[widths.index(max(widths))] -= 1
+
+        def cut(row: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(textwrap.shorten(cell, w, placeholder="...") or cell[:w] if len(cell) > w else cell for cell, w in zip(row, widths, strict=True))
+
+        return self._replace(headers=cut(self.headers), rows=tuple(map(cut, self.rows)))
+
+
+Block = Text | Bullets | Code | Grid
+
+
+class Section(NamedTuple):
+    """A heading and its blocks. detail: left out where there is little room."""
+
+    title: str
+    blocks: tuple[Block, ...]
+    detail: bool = False
+
+
+class Document(NamedTuple):
+    """A report. The first section is its summary, under the document's own title."""
+
+    title: str
+    sections: tuple[Section, ...]

@@ -1,0 +1,339 @@
+"""What a report says: from sweeps and their frame to sections. Plain words first, then the tables, then how to get them again."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from gdntune import arch
+from gdntune.journal import Build, Cell, Check, Record, Trial
+from gdntune.problem import Contract
+from gdntune.render.document import Block, Bullets, Code, Document, Grid, Section, Text
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from gdntune.report import Source
+
+MISSING = "-"
+# Tables of B x T are split by T so that a line stays within document.WIDTH.
+TOKENS_A_TABLE = 8
+L2_POLICIES = {
+    "cold-clean": "before each call a buffer of at least twice the last-level cache is read, so the cache holds unmodified "
+    "lines of other data, as in a model whose other layers just ran",
+    "cold-dirty": "before each call a buffer larger than the last-level cache is zeroed, so its modified lines must be "
+    "written back while the call runs",
+    "rotate": "each call takes other slots of a pool much larger than the last-level cache",
+    "warm": "nothing is done before a call: what fits into the last-level cache stays there",
+}
+TIMERS = {
+    "cupti": "CUPTI's kernel records, from the first kernel's start to the last one's end, in steps of 32 ns",
+    "events": "CUDA events around the call, launch gaps included, in steps of 0.5 us",
+    "cpu": "the host's clock around the call",
+}
+
+
+def document(sources: "Sequence[Source]", frame: "pd.DataFrame") -> Document:
+    """The whole report."""
+    chosen = frame[frame["chosen"]]
+    letters = _letters(chosen)
+    names = list(dict.fromkeys(s.name for s in sources))
+    sections = [Section("Summary", tuple(_summary(sources, frame, chosen)))]
+    sections += _failures(sources)
+    for source in sources:
+        for base in sorted({c.replace(tokens=1) for c in _contracts(source)}):
+            title = contract_words(base)
+            part = _of_contract(frame[frame["run"] == source.name], base)
+            sections.append(Section(f"{source.name}: {title}" if len(sources) > 1 else title, tuple(_contract_blocks(part, letters))))
+    sections += _differences(sources, chosen, letters)
+    sections.append(Section("How to read the tables", tuple(_reading(sources, chosen)), detail=True))
+    for source in sources:
+        title = f"Environment of {source.name}" if len(sources) > 1 else "Environment"
+        sections.append(Section(title, tuple(_environment(source)), detail=True))
+    sections.append(Section("How to reproduce", tuple(_reproduce(sources)), detail=True))
+    return Document(f"gdntune report: {', '.join(names)}", tuple(s for s in sections if s.blocks))
+
+
+# -- summary
+
+
+def _summary(sources: "Sequence[Source]", frame: "pd.DataFrame", chosen: "pd.DataFrame") -> Iterator[Block]:
+    for source in sources:
+        device = source.run.device
+        cells = {r.problem for r in source.records if isinstance(r, (Cell, Trial))}
+        mine = chosen[chosen["run"] == source.name]
+        prefix = f"{source.name}: " if len(sources) > 1 else ""
+        units = "threads" if device.kind == "cpu" else "SMs"
+        policy = source.run.policy
+        yield Text(
+            f"{prefix}{len(mine)} of {len(cells)} cells (a contract at a number of work units, B*HV) have a tuned variant on "
+            f"{device.name} ({device.arch}, {device.sm_count} {units}), timed by `{policy.get('timer')}` under `{policy.get('l2')}`."
+        )
+        lines = [*_ratio_lines(mine), _work_line(source)]
+        throttled = sum(bool(arch.THROTTLES & _reasons(r)) for r in source.records if isinstance(r, Cell))
+        if throttled:
+            lines.append(f"{throttled} cells were timed while heat or power held the clocks down.")
+        lines += source.notes
+        impossible = int(((frame["run"] == source.name) & (frame["status"] == "impossible")).sum())
+        if impossible:
+            lines.append(f"{impossible} times were refused: they are faster than the DRAM's peak allows under this policy.")
+        yield Bullets(tuple(lines))
+
+
+def _ratio_lines(mine: "pd.DataFrame") -> Iterator[str]:
+    over = mine[mine["over_floor"].notna()]
+    if len(over):
+        worst = over.loc[over["over_floor"].idxmax()]
+        yield (
+            f"Time over the floor (a kernel that only moves the same state bytes, same run): {geometric_mean(over['over_floor']):.3f} "
+            f"in the geometric mean, {worst['over_floor']:.3f} at worst ({_cell_words(worst)})."
+        )
+    gain = mine[mine["speedup_over_default"].notna()]
+    if len(gain):
+        best = gain.loc[gain["speedup_over_default"].idxmax()]
+        yield (
+            f"Against the kernels' default rule: {geometric_mean(gain['speedup_over_default']):.3f} times as fast in the geometric "
+            f"mean, {best['speedup_over_default']:.3f} at best ({_cell_words(best)})."
+        )
+    share = mine[mine["sol"].notna()]
+    if len(share):
+        yield f"Share of the DRAM's peak: {share['sol'].median():.1%} in the median, {share['sol'].max():.1%} at most."
+    if len(mine):
+        yield f"Samples behind a chosen time: {mine['samples'].min()} at least."
+
+
+def _work_line(source: "Source") -> str:
+    parts = []
+    for kind, what in ((Build, "objects compiled"), (Check, "checks against the fp64 reference"), (Trial, "timings")):
+        records = [r for r in source.records if isinstance(r, kind)]
+        failed = sum(r.status != "ok" for r in records)
+        parts.append(f"{len(records)} {what} ({failed} failed)")
+    seconds = sum(r.seconds for r in source.records if isinstance(r, Cell))
+    return f"{'; '.join(parts)}. Timing took {seconds:.0f} s."
+
+
+def _failures(sources: "Sequence[Source]") -> list[Section]:
+    counts: Counter[tuple[str, str]] = Counter()
+    example: dict[tuple[str, str], tuple[str, str]] = {}
+    for source in sources:
+        for r in source.records:
+            if r.status == "ok":
+                continue
+            # The same fault names other numbers each time.
+            reason = " ".join(r.reason.split()) or r.status
+            key = (f"{type(r).__name__.lower()}, {r.status}", re.sub(r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#", reason)[:200])
+            counts[key] += 1
+            example.setdefault(key, (_subject(r), reason))
+    if not counts:
+        return []
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    rows = tuple((what, example[what, reason][1], str(n)) for (what, reason), n in ordered)
+    grid = Grid("", ("what", "reason, of the first", "times"), rows, left=2)
+    details = tuple(f"`{example[key][0]}`: {example[key][1][:300]}" for key, _ in ordered)
+    return [Section("Failures by reason", (grid, Text("The first of each:"), Bullets(details)))]
+
+
+def _subject(record: Record) -> str:
+    """What a record is about: its cell, or its variant."""
+    if isinstance(record, Cell):
+        return record.problem.key()
+    return record.variant.id if isinstance(record, Trial) else record.variant
+
+
+# -- a contract's tables
+
+
+def _contract_blocks(part: "pd.DataFrame", letters: dict[str, str]) -> Iterator[Block]:
+    chosen = part[part["chosen"]]
+    if not len(chosen):
+        yield Text("No cell of this contract has a checked variant with final samples.")
+        return
+    cells = {(c["tokens"], c["work_units"], c["B"], c["HV"]): c for _, c in chosen.iterrows()}
+    yield from _grids("Time, us (median of the chosen variant)", cells, lambda c: number(c["median_us"]))
+    yield from _grids("Share of the DRAM's peak, %", cells, _share)
+    if chosen["over_floor"].notna().any():
+        yield from _grids("Time over the floor", cells, lambda c: ratio(c["over_floor"]))
+    if chosen["speedup_over_default"].notna().any():
+        yield from _grids("Speed-up over the default rule", cells, lambda c: ratio(c["speedup_over_default"]))
+    yield from _grids("Which variant was chosen", cells, lambda c: letters[c["variant"]])
+    counts = Counter(chosen["variant"])
+    yield Bullets(
+        tuple(f"{letters[name]}: `{name}`, {n} cell{'s' * (n > 1)}" for name, n in sorted(counts.items(), key=lambda i: (len(letters[i[0]]), letters[i[0]])))
+    )
+
+
+def _grids(caption: str, cells: dict[tuple[int, int, int, int], Any], show: Callable[[Any], str]) -> Iterator[Grid]:
+    """Tables of B x T: a row a number of work units, at most TOKENS_A_TABLE columns of T."""
+    tokens = sorted({t for t, *_ in cells})
+    rows = sorted({key[1:] for key in cells})
+    for first in range(0, len(tokens), TOKENS_A_TABLE):
+        shown = tokens[first : first + TOKENS_A_TABLE]
+        found = [[cells.get((t, *row)) for t in shown] for row in rows]
+        yield Grid(
+            caption,
+            ("B x HV", "work units", *(f"T={t}" for t in shown)),
+            tuple((f"{B} x {HV}", str(w), *(MISSING if c is None else show(c) for c in line)) for (w, B, HV), line in zip(rows, found, strict=True)),
+            tuple((None, None, *(None if c is None or math.isnan(c["sol"]) else c["sol"] for c in line)) for line in found),
+        )  # fmt: skip
+
+
+def _share(cell: Any) -> str:
+    if math.isnan(cell["sol"]):
+        return MISSING
+    mark = {"latency-bound": " l", "L2-assisted": " c"}.get(cell["bound"], "  ")
+    return f"{100 * cell['sol']:.1f}{mark}"
+
+
+def _differences(sources: "Sequence[Source]", chosen: "pd.DataFrame", letters: dict[str, str]) -> list[Section]:
+    """Where two runs on one device, under different policies, choose differently."""
+    sections = []
+    for one, other in combinations(sources, 2):
+        if one.run.device.name != other.run.device.name or one.run.policy == other.run.policy:
+            continue
+        left, right = (
+            {(c["work_units"], *_contract_of(c)): c for _, c in chosen[chosen["run"] == s.name].iterrows()} for s in (one, other)
+        )
+        shared = [key for key in left if key in right]
+        apart = [key for key in shared if left[key]["variant"] != right[key]["variant"]]
+        if not shared:
+            continue
+        names = [f"{s.run.policy.get('timer')}/{s.run.policy.get('l2')}" for s in (one, other)]
+        rows = tuple(
+            (
+                _contract_short(left[key]),
+                f"{left[key]['B']} x {left[key]['HV']}",
+                letters[left[key]["variant"]],
+                number(left[key]["median_us"]),
+                letters[right[key]["variant"]],
+                number(right[key]["median_us"]),
+            )
+            for key in apart
+        )
+        text = f"{one.name} and {other.name} share {len(shared)} cells and choose differently at {len(apart)}."
+        grid = Grid("", ("contract", "B x HV", names[0], "us", names[1], "us"), rows, left=3)
+        sections.append(Section("Where the policies differ", (Text(text), *((grid,) if rows else ()))))
+    return sections
+
+
+# -- what a reader needs to judge and to repeat
+
+
+def _reading(sources: "Sequence[Source]", chosen: "pd.DataFrame") -> Iterator[Block]:
+    lines = []
+    for name in dict.fromkeys(s.run.policy.get("timer", "") for s in sources):
+        lines.append(f"Timer `{name}`: {TIMERS.get(name, 'unknown to this version')}.")
+    for name in dict.fromkeys(s.run.policy.get("l2", "") for s in sources):
+        lines.append(f"L2 policy `{name}`: {L2_POLICIES.get(name, 'unknown to this version')}.")
+    lines.append(
+        "The variants of a cell are timed interleaved, in mirrored order; the leaders again on fresh samples, and the choice is by "
+        "the means of those. Times within the larger of 1% and 32 ns are a tie."
+    )
+    lines.append(
+        "Share of the peak: bytes that must move (the state read, and written where it is kept; q, k, v, gates, output once) over "
+        "time, over the DRAM's peak. Marked `l`: latency-bound, fixed costs decide. Marked `c`: L2-assisted, writes may stay in "
+        "the cache, so more than 100% can be true."
+    )
+    lines.append(
+        "Each variant agreed with an fp64 reference before it was timed. B is the batch, T the tokens of a call, HV the value heads."
+    )
+    bounds = Counter(chosen["bound"])
+    if bounds:
+        lines.append("Cells by bound: " + ", ".join(f"{n} {name}" for name, n in sorted(bounds.items())) + ".")
+    yield Bullets(tuple(lines))
+
+
+def _environment(source: "Source") -> Iterator[Block]:
+    run, device = source.run, source.run.device
+    peak = f"{source.peak_gb_s:.0f} GB/s ({device.peak_source if device.peak_gb_s else 'measured'})" if source.peak_gb_s else "unknown"
+    rows = [
+        ("device", f"{device.name}, {device.arch}"),
+        ("threads" if device.kind == "cpu" else "SMs", str(device.sm_count)),
+        ("last-level cache" if device.kind == "cpu" else "L2", f"{device.l2_bytes / 2**20:.1f} MiB"),
+        ("memory", f"{device.memory_bytes / 2**30:.1f} GiB"),
+        ("DRAM's peak", peak),
+        *((f"peak, {name}", f"{value:.0f} GB/s") for name, value in sorted(run.peaks.items())),
+        *(sorted(run.software.items())),
+        *((f"kernel {name}", fingerprint) for name, fingerprint in sorted(run.kernels.items())),
+        ("started", run.started),
+        ("config", f"{run.config}, sha256 {run.config_sha256[:16]}"),
+        ("journal", f"sha256 {source.digest[:16]}"),
+    ]
+    yield Grid("", ("what", "value"), tuple(rows), left=2)
+    oddity = arch.peak_disagreement(dict(run.peaks)) if device.kind == "cuda" else None
+    if oddity:
+        yield Text(f"The peaks disagree: {oddity}.")
+
+
+def _reproduce(sources: "Sequence[Source]") -> Iterator[Block]:
+    commands = list(dict.fromkeys(s.run.command or f"gdntune sweep configs/{s.run.config}.yaml" for s in sources))
+    yield Text("On the same device, with the versions above (a sweep in a folder that holds its journal goes on, so take a new one):")
+    yield Code("\n".join([*commands, "gdntune report RUN... --format md"]))
+
+
+# -- words and numbers
+
+
+def contract_words(c: Contract) -> str:
+    """A contract without T, as a heading says it."""
+    said = ("op", "tokens", "state_dtype", "input_dtype", "mode")
+    rest = [part for part in c.key().split(".") if "=" in part and part.partition("=")[0] not in said]
+    return ", ".join([c.op, f"{c.state_dtype} state", f"{c.input_dtype} input", f"mode {c.mode}", *rest])
+
+
+def number(us: float) -> str:
+    """A time in four digits."""
+    return MISSING if math.isnan(us) else f"{us:.2f}" if us < 100 else f"{us:.1f}" if us < 1000 else f"{us:.0f}"
+
+
+def ratio(value: float) -> str:
+    """A ratio of times."""
+    return MISSING if math.isnan(value) else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of positive numbers, at least one."""
+    logs = [math.log(v) for v in values]
+    return math.exp(math.fsum(logs) / len(logs))
+
+
+def _letters(chosen: "pd.DataFrame") -> dict[str, str]:
+    """A short name for each chosen variant, A, B, ... Z, AA, ..., in the order of the frame; the same in all tables."""
+    found: dict[str, str] = {}
+    for name in chosen["variant"]:
+        if name not in found:
+            n, letters = len(found) + 1, ""
+            while n:
+                n, digit = divmod(n - 1, 26)
+                letters = chr(ord("A") + digit) + letters
+            found[name] = letters
+    return found
+
+
+def _contracts(source: "Source") -> set[Contract]:
+    return {r.contract if isinstance(r, Check) else r.problem.contract for r in source.records if not isinstance(r, Build)}
+
+
+def _of_contract(frame: "pd.DataFrame", base: Contract) -> "pd.DataFrame":
+    for name in Contract.__struct_fields__:
+        if name != "tokens":
+            frame = frame[frame[name] == getattr(base, name)]
+    return frame
+
+
+def _contract_of(cell: Any) -> tuple[Any, ...]:
+    return tuple(cell[name] for name in Contract.__struct_fields__)
+
+
+def _contract_short(cell: Any) -> str:
+    extra = "" if cell["mode"] == "update" and cell["intermediate"] == "none" else f" {cell['mode']} {cell['intermediate']}"
+    return f"{cell['op']} T={cell['tokens']} {cell['state_dtype']}{extra}"
+
+
+def _cell_words(cell: Any) -> str:
+    return f"{_contract_short(cell)}, B={cell['B']}, HV={cell['HV']}"
+
+
+def _reasons(cell: Cell) -> frozenset[str]:
+    return frozenset(r for clocks in (cell.clocks_before, cell.clocks_after) for r in clocks.get("event_reasons", ()))

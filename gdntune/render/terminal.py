@@ -1,0 +1,64 @@
+"""A document in the terminal, its cells coloured by their share of the DRAM's speed of light."""
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text as Styled
+
+from gdntune.render.document import Bullets, Code, Document, Grid, Text
+
+# From a share of the peak on: a streaming kernel reaches 0.9 of it on an H100.
+SHADES = ((0.85, "green"), (0.7, "yellow"), (0.5, "dark_orange"), (0.0, "red"))
+
+
+def shade(share: float | None) -> str:
+    """The colour of a share of the peak; none where it is unknown."""
+    return "" if share is None else next((colour for least, colour in SHADES if share >= least), "")
+
+
+def print_document(document: Document, console: Console, *, details: bool = False) -> None:
+    """Prints a document; its detail sections only where `details` asks for them."""
+    console.print(Styled(document.title, "bold"))
+    for i, section in enumerate(s for s in document.sections if details or not s.detail):
+        console.print()
+        if i:
+            console.print(Styled(section.title, "bold"))
+        for block in section.blocks:
+            if isinstance(block, Text):
+                console.print(_plain(block.text))
+            elif isinstance(block, Bullets):
+                for item in block.items:
+                    console.print(Padding(_plain(item), (0, 0, 0, 2)))
+            elif isinstance(block, Code):
+                console.print(Padding(Styled(block.text), (0, 0, 0, 2)))
+            else:
+                console.print(_table(block))
+                console.print()
+    if any(g.shades for s in document.sections for g in s.blocks if isinstance(g, Grid)):
+        console.print()
+        console.print(_legend())
+
+
+def _plain(text: str) -> Styled:
+    return Styled(text.replace("`", ""))
+
+
+def _table(grid: Grid) -> Table:
+    table = Table(title=_plain(grid.caption) if grid.caption else None, title_justify="left", title_style="italic", box=None, pad_edge=False)
+    grid = grid.fitted()
+    for i, header in enumerate(grid.headers):
+        table.add_column(Styled(header), justify="left" if i < grid.left else "right", no_wrap=True)
+    for i, row in enumerate(grid.rows):
+        shades = grid.shades[i] if grid.shades else (None,) * len(row)
+        table.add_row(*(Styled(cell.replace("`", ""), shade(s)) for cell, s in zip(row, shades, strict=True)))
+    return table
+
+
+def _legend() -> Styled:
+    legend = Styled("Share of the DRAM's peak: ")
+    above: float | None = None
+    for least, colour in SHADES:
+        words = f"{least:.0%} and more" if above is None else f"below {above:.0%}" if not least else f"{least:.0%} to {above:.0%}"
+        legend.append(words, colour).append("  ")
+        above = least
+    return legend

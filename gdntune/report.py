@@ -1,0 +1,279 @@
+"""Journals to one tidy table of times, and from it a report: Markdown, CSV, terminal. The same journals give the same bytes.
+
+The frame has one row a cell and implementation: every variant, floor or peer that was tried at a cell, with its last stage.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import pandas as pd
+
+from gdntune import derive, journal, kernels, sol, table
+from gdntune.errors import GdntuneError, JournalError, MeasurementError
+from gdntune.journal import Check, Record, Run, Trial
+from gdntune.problem import Contract, Problem
+from gdntune.render.document import Document
+from gdntune.render.markdown import markdown
+from gdntune.render.sections import document
+from gdntune.timing import summary
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# The frame's columns and their kinds. Text is never empty and no whole number is missing, so that pandas reads back what it wrote.
+COLUMNS: dict[str, str] = {
+    "run": "text",
+    "device": "text",
+    "device_kind": "text",
+    "timer": "text",
+    "l2": "text",
+    **{
+        f.name: {bool: "bool", int: "int"}.get(f.type, "text")  # type: ignore[call-overload]
+        for f in msgspec.structs.fields(Contract)
+    },
+    "B": "int",
+    "H": "int",
+    "HV": "int",
+    "work_units": "int",
+    "kernel": "text",
+    "variant": "text",
+    "role": "text",
+    "stage": "text",
+    "status": "text",
+    "reason": "text",
+    "verified": "text",
+    "median_us": "float",
+    "mean_us": "float",
+    "q1_us": "float",
+    "q3_us": "float",
+    "min_us": "float",
+    "samples": "int",
+    "outliers": "int",
+    "bytes_moved": "int",
+    "bandwidth_gb_s": "float",
+    "sol": "float",
+    "floor_us": "float",
+    "over_floor": "float",
+    "bound": "text",
+    "chosen": "bool",
+    "default_us": "float",
+    "speedup_over_default": "float",
+}
+NOTHING = "-"
+
+
+class Source(NamedTuple):
+    """One sweep. name: its config's, numbered where several runs share it. table: None where no cell has a choice."""
+
+    name: str
+    run: Run
+    records: list[Record]
+    table: table.Table | None
+    digest: str
+    notes: tuple[str, ...]
+
+    @property
+    def peak_gb_s(self) -> float | None:
+        """The DRAM's peak that shares are of: the device's, else the measured one."""
+        return self.run.device.peak_gb_s or self.run.peaks.get("measured")
+
+
+class Report:
+    """What was found. frame: one row a cell and implementation, with COLUMNS. sources: the sweeps it came from."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = tuple(sources)
+        self.frame = frame(self.sources)
+
+    @property
+    def document(self) -> Document:
+        """The report apart from how it looks."""
+        return document(self.sources, self.frame)
+
+    def markdown(self) -> str:
+        """The report for GitHub; tables are at most 100 columns wide."""
+        return markdown(self.document)
+
+    def csv(self) -> str:
+        """The frame; `pandas.read_csv` gives its dtypes back, and there is no index column."""
+        return self.frame.to_csv(index=False, lineterminator="\n")
+
+    def terminal(self, console: "Console", *, details: bool = False) -> None:
+        """Prints the report, cells coloured by their share of the DRAM's peak."""
+        from gdntune.render.terminal import print_document
+
+        print_document(self.document, console, details=details)
+
+
+def report(folders: Sequence[str | os.PathLike[str]]) -> Report:
+    """The report of sweeps' folders (or journals), in the order given. Raises JournalError for one that cannot be read."""
+    if not folders:
+        raise JournalError("no sweep was named: accepted are one or more folders that `gdntune sweep` wrote")
+    read = [(Path(folder), *journal.read(folder)) for folder in folders]
+    names = _names([run for _, run, _ in read])
+    sources = [_source(name, *one) for name, one in zip(names, read, strict=True)]
+    return Report(sources)
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """A name for each run: its config's; where several share it, with the L2 policy, and numbered if that is shared too."""
+    configs = [run.config for run in runs]
+    long = [c if configs.count(c) == 1 else f"{c}, {run.policy.get('l2')}" for c, run in zip(configs, runs, strict=True)]
+    return [n if long.count(n) == 1 else f"{n} ({long[: i + 1].count(n)})" for i, n in enumerate(long)]
+
+
+def _source(name: str, path: Path, run: Run, records: list[Record]) -> Source:
+    digest = journal.digest(run, records)
+    notes: list[str] = []
+    found: table.Table | None = None
+    stored = (path if path.is_dir() else path.parent) / "table.json"
+    if stored.exists():
+        # The sweep's own table: made with the regret that its config allows, which the journal does not hold.
+        found = table.load(stored)
+        if found.evidence.journal_sha256 != digest:
+            notes.append("`table.json` is not of this journal as it stands; the choices here were derived anew")
+            found = None
+    if found is None:
+        try:
+            found = derive.derive(records, run)
+        except (JournalError, MeasurementError) as e:
+            notes.append(f"no table could be made: {e}")
+    return Source(name, run, records, found, digest, tuple(notes))
+
+
+def frame(sources: Sequence[Source]) -> "pd.DataFrame":
+    """One row a cell and implementation; a failed one has its reason and no times."""
+    rows = [row for source in sources for row in _rows(source)]
+    columns: dict[str, Any] = {}
+    for name, kind in COLUMNS.items():
+        values = [row[name] for row in rows]
+        if kind == "float":
+            columns[name] = pd.Series([float("nan") if v is None else v for v in values], dtype="float64")
+        elif kind == "int":
+            columns[name] = pd.Series(values, dtype="int64")
+        else:
+            columns[name] = pd.Series(values, dtype="bool" if kind == "bool" else None)
+    return pd.DataFrame(columns)
+
+
+def _rows(source: Source) -> Iterator[dict[str, Any]]:
+    verified = _verified(source.records)
+    for problem, trials in sorted(derive._passes(source.records).items()):
+        last: dict[tuple[str, str], Trial] = {}
+        for trial in trials:
+            last[trial.role, trial.variant.id] = _later(last.get((trial.role, trial.variant.id)), trial)
+        rows = [_row(source, t, verified) for t in last.values()]
+        _relate(source, problem, rows)
+        yield from rows
+
+
+def _later(one: Trial | None, other: Trial) -> Trial:
+    """The trial that counts: a failed one, else the final one, else the later one."""
+    if one is None or one.status == "ok" and not (one.stage == "final" and other.stage == "screen" and other.status == "ok"):
+        return other
+    return one
+
+
+def _verified(records: Sequence[Record]) -> dict[tuple[Contract, str], str]:
+    found: dict[tuple[Contract, str], str] = {}
+    for r in records:
+        if isinstance(r, Check) and found.get((r.contract, r.variant), "ok") == "ok":
+            found[r.contract, r.variant] = r.status
+    return found
+
+
+def _row(source: Source, trial: Trial, verified: Mapping[tuple[Contract, str], str]) -> dict[str, Any]:
+    run, problem = source.run, trial.problem
+    moved = sol.floor_bytes(problem) if trial.role == "floor" else sol.bytes_moved(problem)
+    row: dict[str, Any] = dict.fromkeys(COLUMNS)
+    row |= msgspec.structs.asdict(problem.contract)
+    row |= {
+        "run": source.name,
+        "device": run.device.name,
+        "device_kind": run.device.kind,
+        "timer": run.policy.get("timer", NOTHING),
+        "l2": run.policy.get("l2", NOTHING),
+        "B": problem.B,
+        "H": problem.H,
+        "HV": problem.HV,
+        "work_units": problem.work_units,
+        "kernel": trial.variant.kernel,
+        "variant": trial.variant.id,
+        "role": trial.role,
+        "stage": trial.stage,
+        "status": trial.status,
+        "reason": " ".join(trial.reason.split())[:500] or NOTHING,
+        # A floor computes nothing that could be wrong.
+        "verified": verified.get(
+            (problem.contract, trial.variant.id), NOTHING if trial.role == "floor" else "unchecked"
+        ),
+        "samples": len(trial.samples_us),
+        "outliers": 0,
+        "bytes_moved": moved,
+        "bound": NOTHING,
+        "chosen": False,
+    }
+    if trial.status == "ok" and trial.samples_us:
+        _add_times(source, trial, row)
+    return row
+
+
+def _add_times(source: Source, trial: Trial, row: dict[str, Any]) -> None:
+    stats = summary(trial.samples_us)
+    row |= {
+        "median_us": round(stats.median_us, 3),
+        "mean_us": round(stats.mean_us, 3),
+        "q1_us": round(stats.q1_us, 3),
+        "q3_us": round(stats.q3_us, 3),
+        "min_us": round(stats.min_us, 3),
+        "outliers": stats.outliers,
+    }
+    if not stats.median_us > 0:
+        row |= {"status": "failed", "reason": "a median of 0 us is no time"}
+        return
+    row["bandwidth_gb_s"] = round(row["bytes_moved"] / stats.median_us / 1e3, 1)
+    if source.peak_gb_s:
+        row["sol"] = round(sol.sol(row["bytes_moved"], stats.median_us, source.peak_gb_s), 4)
+    if trial.role == "floor":
+        return
+    try:
+        row["bound"] = sol.classify(trial.problem, stats.median_us, source.run.device, source.run.policy.get("l2", "cold-clean"))
+    except MeasurementError as e:
+        # More than the DRAM can do is no result, whatever it would do for the tables.
+        row |= {"status": "impossible", "reason": str(e)[:500]}
+
+
+def _relate(source: Source, problem: Problem, rows: list[dict[str, Any]]) -> None:
+    """Fills in what a cell's rows are compared with: its floor, its default, the table's choice."""
+    timed = [r for r in rows if r["status"] == "ok" and r["median_us"] is not None]
+    floors = [r for r in timed if r["role"] == "floor"]
+    finals = [r for r in floors if r["stage"] == "final"] or floors
+    floor_us = min((r["median_us"] for r in finals), default=None)
+    default = _default(source, problem)
+    default_us = next((r["median_us"] for r in timed if r["role"] == "decode" and r["variant"] == default), None)
+    choice = _choice(source, problem)
+    for row in timed:
+        if floor_us:
+            row |= {"floor_us": floor_us, "over_floor": round(row["median_us"] / floor_us, 4)}
+        if default_us and row["role"] != "floor":
+            row |= {"default_us": default_us, "speedup_over_default": round(default_us / row["median_us"], 4)}
+        row["chosen"] = row["role"] == "decode" and row["stage"] == "final" and row["variant"] == choice
+
+
+def _choice(source: Source, problem: Problem) -> str | None:
+    """The variant that the sweep's table names for a cell."""
+    for rule in source.table.rules if source.table else ():
+        if rule.when == problem.contract:
+            return rule.at(problem.work_units).variant
+    return None
+
+
+def _default(source: Source, problem: Problem) -> str | None:
+    """The variant of the default rule, as it is installed; None where this version has none for the contract."""
+    try:
+        return kernels.default(problem.contract, problem.work_units, source.run.device).id
+    except (GdntuneError, LookupError, ValueError):
+        return None

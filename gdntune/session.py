@@ -1,0 +1,266 @@
+"""What runs in a timing process: checks variants and times the variants of a cell on one device. Holds the only CUDA context of a sweep.
+
+The process may be killed at any time by its parent (an illegal access, a hang); it writes nothing to disk.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from gdntune import kernels, sol
+from gdntune.arch import Clocks, Device, clocks, throttled
+from gdntune.check import Checker
+from gdntune.config import Search
+from gdntune.errors import MeasurementError
+from gdntune.kernels.spec import Variant
+from gdntune.problem import Contract, Problem
+from gdntune.store import Store, object_spec
+from gdntune.timing import Policy, Timer, make_timer, measured_peaks, summary
+
+# A screen in two looks: all variants a few times, then the better third as often as the config says.
+FIRST_LOOK_ROUNDS = 3
+FIRST_LOOK_KEEPS = 3
+LEAST_KEPT = 8
+FLOOR_LEADERS = 2
+
+
+class Timed(NamedTuple):
+    """A variant's samples at a cell, in microseconds; `samples_us` of `final` is empty where it was not among the leaders."""
+
+    variant: Variant
+    role: str
+    screen_us: list[float]
+    final_us: list[float]
+
+
+class CellResult(NamedTuple):
+    """What timing one cell gave."""
+
+    timed: list[Timed]
+    stop: str
+    seconds: float
+    before: Clocks
+    after: Clocks
+    throttled: bool
+
+
+class Session:
+    """One device's checker, timer and loaded functions."""
+
+    def __init__(self, device: Device, index: int, store: Store, policy: Policy):
+        self.device, self.index, self.store = device, index, store
+        if device.kind == "cuda":
+            import torch
+
+            torch.cuda.set_device(index)
+        self.place = f"cuda:{index}" if device.kind == "cuda" else "cpu"
+        self.timer: Timer = make_timer(device, policy, self._reader() if device.kind == "cuda" else None)
+        self._checkers: dict[Contract, Checker] = {}
+
+    def _reader(self) -> Callable[[Any], Any]:
+        """The kernel that reads the flush buffer: the floor's read form under a name of its own."""
+        import torch
+
+        contract, variant = kernels.flush()
+        function = self.function(contract, variant, label="flush")
+        sink = torch.zeros(1, device=self.place)
+        views: dict[int, Any] = {}
+
+        def read(buffer: Any) -> None:
+            view = views.get(buffer.data_ptr())
+            if view is None:
+                view = views[buffer.data_ptr()] = buffer.view(torch.float32).view(-1, variant.knobs["tile"])
+            function(view, None, 1.0, sink)
+
+        return read
+
+    def function(self, contract: Contract, variant: Variant, label: str | None = None) -> Callable[..., Any]:
+        """A variant's compiled function."""
+        spec = object_spec(kernels.get(variant.kernel), contract, variant, self.device, label=label)
+        return self.store.load([spec])[spec.key]
+
+    def load(self, contract: Contract, variants: Sequence[Variant]) -> None:
+        """Loads many functions at once, which links those of the store into one library."""
+        self.store.load(object_spec(kernels.get(v.kernel), contract, v, self.device) for v in variants)
+
+    def synchronize(self) -> None:
+        """Waits for the device; an illegal access of an earlier launch is raised here."""
+        if self.device.kind == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+    def check(self, contract: Contract, variant: Variant) -> tuple[bool, str, float | None]:
+        """Whether a variant agrees with the fp64 reference, the worst coordinate where it does not, and its error."""
+        checker = self._checkers.get(contract)
+        if checker is None:
+            self._checkers.clear()
+            checker = self._checkers[contract] = Checker(contract, self.place)
+        verdict = checker.check(self.function(contract, variant))
+        self.synchronize()
+        return verdict.ok, verdict.worst, verdict.error
+
+    def calls(self, problem: Problem, role: str, variants: Sequence[Variant]) -> tuple[list[Callable[[int], Any]], Any]:
+        """Callables of a cell's variants over one shared set of tensors, and a function that restores what they write."""
+        from gdntune.cases import floor_case, make_case
+
+        if role == "floor":
+            arguments = [floor_case(problem, sol.floor_form(problem.contract), self.place)]
+            restore: Callable[[], Any] = lambda: None  # noqa: E731  the factor is 1: a floor kernel writes back what it read
+            finite: Callable[[], bool] = lambda: True  # noqa: E731
+        else:
+            case = make_case(problem, self.place, slots=self._slots(problem))
+            kept = case.state.clone()
+            arguments = [case.arguments()] if self.timer.policy.l2 != "rotate" else _rotated(case)
+            restore = lambda: case.state.copy_(kept)  # noqa: E731
+            finite = lambda: bool(case.output.isfinite().all())  # noqa: E731
+        n = len(arguments)
+        bound = []
+        for v in variants:
+            f = self.function(problem.contract, v)
+            bound.append(lambda r, f=f: f(*arguments[r % n]))
+        return bound, (restore, finite)
+
+    def _slots(self, problem: Problem) -> int | None:
+        """Slots of the pool: what the requests need, or under `rotate` so many that a walk through them leaves L2."""
+        if self.timer.policy.l2 != "rotate" or not problem.contract.pool:
+            return None
+        one = sol.state_bytes(problem)
+        turns = min(64, max(2, -(-4 * self.device.l2_bytes // one)))
+        return problem.B * turns
+
+    def time_cell(self, problem: Problem, decode: Sequence[Variant], floor: Sequence[Variant], search: Search) -> CellResult:
+        """Times a cell: all variants in quick mirrored rounds, the better third again, then the leaders on fresh samples.
+
+        decode[0] is always among the leaders: it is the default rule's choice, which a tuned one must beat.
+        """
+        start = time.perf_counter()
+        before = clocks(self.index) if self.device.kind == "cuda" else Clocks()
+        self.load(problem.contract, [*decode, *floor])
+        calls, (restore, finite) = self.calls(problem, "decode", decode)
+        floor_calls, _ = self.calls(problem, "floor", floor)
+        everything = [*calls, *floor_calls]
+        screen: list[list[float]] = self.timer.measure(everything, min(FIRST_LOOK_ROUNDS, search.screen_rounds))
+        n = len(decode)
+        more = search.screen_rounds - FIRST_LOOK_ROUNDS
+        if more > 0:
+            kept = _best(screen, range(n), max(LEAST_KEPT, n // FIRST_LOOK_KEEPS))
+            kept += _best(screen, range(n, len(everything)), max(FLOOR_LEADERS, len(floor) // FIRST_LOOK_KEEPS))
+            for i, samples in zip(kept, self.timer.measure([everything[i] for i in kept], more, warmup=0), strict=True):
+                screen[i] += samples
+        leaders = _best(screen, range(n), search.keep, at_least=search.screen_rounds)
+        leaders += [0] if n and 0 not in leaders else []
+        leaders += _best(screen, range(n, len(everything)), FLOOR_LEADERS, at_least=search.screen_rounds)
+        restore()
+        rounds, stop = self._rounds(screen, leaders, search, time.perf_counter() - start)
+        final = dict(zip(leaders, self.timer.measure([everything[i] for i in leaders], rounds), strict=True))
+        self.synchronize()
+        if not finite():
+            raise MeasurementError(f"{problem.key()}: the output is not finite after {rounds} rounds: a variant that passed its check broke")
+        after = clocks(self.index) if self.device.kind == "cuda" else Clocks()
+        timed = [
+            Timed(v, "decode" if i < n else "floor", screen[i], final.get(i, []))
+            for i, v in enumerate([*decode, *floor])
+        ]
+        return CellResult(timed, stop, time.perf_counter() - start, before, after, throttled(before) or throttled(after))
+
+    def _rounds(self, screen: list[list[float]], leaders: list[int], search: Search, spent: float) -> tuple[int, str]:
+        """How many final rounds fit into the cell's time, and the stop rule that this is."""
+        one_round = sum(summary(screen[i]).median_us + self.overhead_us for i in leaders) * 1e-6
+        fit = int((search.max_cell_seconds - spent) / max(one_round, 1e-9))
+        least = min(search.final_rounds, 20)
+        if fit >= search.final_rounds:
+            return search.final_rounds, f"{search.final_rounds} final rounds"
+        return max(least, fit), f"max_cell_seconds={search.max_cell_seconds:g}"
+
+    @property
+    def overhead_us(self) -> float:
+        """What a sample costs beside the call: the flush and the launches, measured once."""
+        if not hasattr(self, "_overhead_us"):
+            start = time.perf_counter()
+            self.timer.measure([lambda _: None] if self.device.kind == "cpu" else [self._empty_call()], 20)
+            self._overhead_us = (time.perf_counter() - start) * 1e6 / 20
+        return self._overhead_us
+
+    def _empty_call(self) -> Callable[[int], Any]:
+        import torch
+
+        x = torch.zeros(1, device=self.place)
+        return lambda _: x.add_(1)
+
+    def peaks(self) -> dict[str, float]:
+        """The DRAM's bandwidth by source, GB/s."""
+        return measured_peaks(self.device, self.index)
+
+
+def _best(samples: list[list[float]], among: Sequence[int], count: int, at_least: int = 0) -> list[int]:
+    """The `count` fastest by median, of those with enough samples."""
+    enough = [i for i in among if len(samples[i]) >= at_least] or list(among)
+    return sorted(enough, key=lambda i: (summary(samples[i]).median_us, i))[:count]
+
+
+def _rotated(case: Any) -> list[tuple[Any, ...]]:
+    """The case's arguments with the slots of each turn of a walk through the pool."""
+    import torch
+
+    if case.read_index is None:
+        return [case.arguments()]
+    B, slots = case.problem.B, case.state.shape[0]
+    order = torch.randperm(slots, device=case.state.device, dtype=torch.int32)
+    turns = []
+    for t in range(slots // B):
+        index = order[t * B : (t + 1) * B]
+        arguments = list(case.arguments())
+        arguments[8] = index
+        if arguments[9] is not None:
+            arguments[9] = index
+        turns.append(tuple(arguments))
+    return turns
+
+
+# One session a process, made by its initializer.
+_SESSION: list[Session] = []
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What a timing process is started with."""
+
+    device: Device
+    index: int
+    root: str
+    bundles: tuple[str, ...]
+    policy: Policy
+
+
+def current(start: Start) -> Session:
+    """This process's session, made at the first task: an initializer that fails would be retried for ever."""
+    if not _SESSION:
+        from pathlib import Path
+
+        store = Store(Path(start.root), [Path(b) for b in start.bundles])
+        _SESSION.append(Session(start.device, start.index, store, start.policy))
+    return _SESSION[0]
+
+
+def resolve_task(start: Start) -> tuple[Policy, str | None, dict[str, float]]:
+    """The policy as it is in force, its note, and the measured peaks."""
+    session = current(start)
+    return session.timer.policy, session.timer.note, session.peaks()
+
+
+def check_task(start: Start, contract: Contract, variants: list[Variant]) -> list[tuple[bool, str, float | None, float]]:
+    """Checks variants one after the other: ok, worst coordinate, error, seconds."""
+    session = current(start)
+    session.load(contract, variants)
+    results = []
+    for v in variants:
+        began = time.perf_counter()
+        results.append((*session.check(contract, v), time.perf_counter() - began))
+    return results
+
+
+def time_task(start: Start, problem: Problem, decode: list[Variant], floor: list[Variant], search: Search) -> CellResult:
+    """Times one cell."""
+    return current(start).time_cell(problem, decode, floor, search)

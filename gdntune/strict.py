@@ -1,0 +1,139 @@
+"""Plain data from YAML or JSON to frozen structs; a refusal names the source, the path, the value and what is accepted."""
+
+import difflib
+import re
+import reprlib
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from gdntune.errors import GdntuneError, listed
+
+_WORDS = {
+    "object": "a mapping",
+    "array": "a list",
+    "str": "text",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+}
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+_short.maxdict = _short.maxlist = 4
+_short.maxlevel = 2
+
+
+def convert(raw: Any, kind: Any, source: str, error: type[GdntuneError], path: str = "$") -> Any:
+    """`raw` as a `kind`, with no coercion; raises `error`. `path` is where `raw` stands in `source`."""
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as e:
+        raise error(f"{source}: {fault(raw, kind, str(e), path)}") from None
+    except RecursionError:
+        raise error(f"{source}: {path} refers to itself or is nested too deeply: write it out") from None
+
+
+def decode(data: bytes, kind: Any, source: str, error: type[GdntuneError]) -> Any:
+    """JSON `data` as a `kind`; raises `error`."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    # What follows only serves the message: msgspec's own has neither the value nor the keys of a mapping.
+    try:
+        raw = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise error(f"{source}: not JSON: {e}") from None
+    convert(raw, kind, source, error)
+    raise error(f"{source}: not what was expected")
+
+
+def fault(raw: Any, kind: Any, message: str, path: str = "$") -> str:
+    """msgspec's `message` on `raw`, which is no `kind`, with what it leaves out."""
+    found = re.fullmatch(r"(?s)(.*?)(?: - at (?:(`key`) in )?`\$(.*?)`)?", message)
+    what, is_key, below = (found.group(1), found.group(2), found.group(3) or "") if found else (message, None, "")
+    for step in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", below):
+        name, index = step
+        if index == "...":  # the path of a mapping's entry, which msgspec does not name
+            return _entry_fault(raw, _argument(kind, raw, -1), what, path)
+        kind = _field_kind(kind, raw, name) if name else _argument(kind, raw, 0)
+        raw = raw[name] if name else raw[int(index)]
+        path += f".{name}" if name else f"[{index}]"
+    if is_key or what == "Expected `str`":
+        wrong = next((key for key in raw if not isinstance(key, str)), raw) if isinstance(raw, dict) else raw
+        return f"{path} has the key {short(wrong)}: keys are text; put it in quotes"
+    return _described(raw, kind, what, path)
+
+
+def short(value: Any) -> str:
+    """A value as a message shows it."""
+    return _short.repr(value)
+
+
+def near(name: str, names: Any) -> str:
+    """` (did you mean X?)`, or nothing where no name is near."""
+    close = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
+    return f" (did you mean `{close[0]}`?)" if close else ""
+
+
+def _described(raw: Any, kind: Any, what: str, path: str) -> str:
+    members = list(_members(kind, raw))
+    names = [f.encode_name for m in members if _is_struct(m) for f in msgspec.structs.fields(m)]
+    if unknown := re.search(r"unknown field `(.*)`", what):
+        return f"{path} has the unknown key `{unknown[1]}`{near(unknown[1], names)}: accepted are {listed(names)}"
+    if missing := re.search(r"missing required field `(.*)`", what):
+        return f"{path} lacks the key `{missing[1]}`: its keys are {listed(names)}"
+    if "Invalid enum value" in what or any(get_origin(m) is Literal for m in members):
+        accepted = [a for m in members if get_origin(m) is Literal for a in get_args(m)]
+        return f"{path} is {short(raw)}{near(raw, accepted)}: accepted are {listed(accepted)}"
+    if what.startswith("Invalid value"):  # the tag of a union of structs
+        accepted = [m.__struct_config__.tag for m in _members(kind, None) if _is_struct(m)]
+        return f"{path} is {short(raw)}: accepted are {listed(accepted)}"
+    expected = re.sub(r", got `.*`$", "", what).replace("Expected ", "")
+    expected = re.sub(r"`([^`]*)`", lambda m: " or ".join(_WORDS.get(w, w) for w in m[1].split(" | ")), expected)
+    hint = (
+        "; yes, no, on and off are true and false in YAML" if isinstance(raw, bool) and "true" not in expected else ""
+    )
+    return f"{path} is {short(raw)}: accepted is {expected}{hint}"
+
+
+def _entry_fault(raw: dict[str, Any], kind: Any, what: str, path: str) -> str:
+    for key, value in raw.items():
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError as e:
+            return fault(value, kind, str(e), path + (f".{key}" if key.isidentifier() else f"[{key!r}]"))
+    return f"{path}: {what}"
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _members(kind: Any, raw: Any) -> Iterator[Any]:
+    """The types that `kind` allows where `raw` stands: of tagged structs only the one that `raw` names."""
+    if get_origin(kind) is Annotated:
+        yield from _members(get_args(kind)[0], raw)
+    elif get_origin(kind) is Union or type(kind).__name__ == "UnionType":
+        for member in get_args(kind):
+            yield from _members(member, raw)
+    elif _is_struct(kind) and kind.__struct_config__.tag is not None and isinstance(raw, dict):
+        if raw.get(kind.__struct_config__.tag_field) == kind.__struct_config__.tag:
+            yield kind
+    else:
+        yield kind
+
+
+def _field_kind(kind: Any, raw: Any, name: str) -> Any:
+    for member in _members(kind, raw):
+        if _is_struct(member):
+            for field in msgspec.structs.fields(member):
+                if field.encode_name == name:
+                    return field.type
+    return Any
+
+
+def _argument(kind: Any, raw: Any, index: int) -> Any:
+    wanted = (dict,) if isinstance(raw, dict) else (list, tuple)
+    return next((get_args(m)[index] for m in _members(kind, raw) if get_origin(m) in wanted), Any)

@@ -1,0 +1,317 @@
+"""Times callables: CUPTI's kernel records, CUDA events or the CPU's clock, under a stated L2. Knows no kernels.
+
+A time of `cupti` is the device's first start to last end; of `events`, that and the launch gaps around it, in steps of
+0.5 us; of `cpu`, the host's clock around the call.
+"""
+
+import contextlib
+import functools
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, cast, get_args
+
+import msgspec
+
+from gdntune import arch, cupti_records
+from gdntune.arch import Device
+from gdntune.errors import MeasurementError, ToolMissing, UnsupportedProblem, listed
+
+TimerName = Literal["auto", "cupti", "events", "cpu"]
+L2 = Literal["cold-clean", "cold-dirty", "rotate", "warm"]
+Call = Callable[[int], Any]  # its argument is the round, so that `rotate` can walk slots
+Reader = Callable[[Any], Any]  # reads a whole tensor in one kernel whose name contains cupti_records.FLUSH
+
+TIE_SHARE = 0.01
+CUPTI_STEP_US = 0.032  # CUPTI's clock on an H100: 1% of 3 us
+BATCH = 1024  # calls between two synchronisations: bounds CUPTI's buffers and the events kept
+MARKER_BYTES = 16 << 10
+
+
+class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How times are taken; part of every key, since the winners differ.
+
+    l2, before each call: `cold-clean` reads a buffer of at least twice L2, `cold-dirty` zeroes one, `rotate` leaves it
+    to the call to walk through slots, `warm` does nothing.
+    """
+
+    timer: TimerName = "auto"
+    l2: L2 = "cold-clean"
+
+    def resolve(self, device: Device) -> tuple["Policy", str | None]:
+        """This policy with `auto` replaced, and a note where the replacement is second best.
+
+        Raises UnsupportedProblem for a timer that the device cannot have, ToolMissing where CUPTI is asked for and does
+        not work.
+        """
+        accepted = ("cpu",) if device.kind == "cpu" else ("cupti", "events")
+        if self.timer not in ("auto", *accepted):
+            raise UnsupportedProblem(
+                f"timer={self.timer!r} on {device.kind} ({device.name}): accepted are auto, {listed(accepted)}"
+            )
+        if self.l2 not in get_args(L2):
+            raise UnsupportedProblem(f"l2={self.l2!r}: accepted are {listed(get_args(L2))}")
+        if device.kind == "cpu" or self.timer == "events":
+            return msgspec.structs.replace(self, timer=accepted[-1]), None
+        fault = cupti_records.fault()
+        if fault is None:
+            return msgspec.structs.replace(self, timer="cupti"), None
+        if self.timer == "cupti":
+            raise ToolMissing(f"{fault}, or use --timer events")
+        return msgspec.structs.replace(self, timer="events"), f"timed by CUDA events, launch gaps included: {fault}"
+
+
+def mirrored(n: int, rounds: int) -> Iterator[tuple[int, int]]:
+    """(call, round) of n calls: 0..n-1 in even rounds, n-1..0 in odd ones, so that a steady drift is alike for all."""
+    for r in range(rounds):
+        for i in range(n):
+            yield (i if r % 2 == 0 else n - 1 - i), r
+
+
+class Timer:
+    """Times calls, interleaved. `policy` is resolved; `note` says where it is second best. Made by `make_timer`."""
+
+    def __init__(self, policy: Policy, before: Callable[[], Any] | None, note: str | None = None) -> None:
+        self.policy = policy
+        self.note = note
+        self._before = before or _nothing
+
+    def measure(self, calls: Sequence[Call], rounds: int, warmup: int = 1) -> list[list[float]]:
+        """Microseconds, [call][round]. Each call is first run `warmup` times untimed, with round 0.
+
+        The order is mirrored every other round and the L2 policy is applied before each timed call. The calls run on
+        the current stream and bring their own tensors; what they raise is raised.
+        """
+        if rounds < 1:
+            raise UnsupportedProblem(f"rounds={rounds}: accepted are integers from 1")
+        for call in calls:
+            for _ in range(warmup):
+                call(0)
+        order = list(mirrored(len(calls), rounds))
+        samples = [[math.nan] * rounds for _ in calls]
+        with _no_collection():
+            for first in range(0, len(order), BATCH):
+                batch = order[first : first + BATCH]
+                for (call_index, r), us in zip(batch, self._times(calls, batch), strict=True):
+                    samples[call_index][r] = us
+        return samples
+
+    def _times(self, calls: Sequence[Call], order: Sequence[tuple[int, int]]) -> list[float]:
+        raise NotImplementedError
+
+
+class CuptiTimer(Timer):
+    """First kernel's start to last kernel's end, by CUPTI's records; `before` ends with `markers` flush kernels."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        before: Callable[[], Any],
+        source: cupti_records.RecordSource,
+        synchronize: Callable[[], Any],
+        markers: int = 1,
+    ) -> None:
+        super().__init__(policy, before)
+        self._source, self._synchronize, self._markers = source, synchronize, markers
+
+    def _times(self, calls: Sequence[Call], order: Sequence[tuple[int, int]]) -> list[float]:
+        before = self._before
+        self._synchronize()
+        self._source.start()
+        try:
+            for i, r in order:
+                before()
+                calls[i](r)
+            self._synchronize()
+        finally:
+            records = self._source.stop()
+        return cupti_records.segments_us(records, len(order), self._markers)
+
+
+class EventTimer(Timer):
+    """CUDA events right before and after the call: its launch gaps are included."""
+
+    def __init__(self, policy: Policy, before: Callable[[], Any] | None, note: str | None = None) -> None:
+        super().__init__(policy, before, note)
+        self._events: list[tuple[Any, Any]] = []
+
+    def _times(self, calls: Sequence[Call], order: Sequence[tuple[int, int]]) -> list[float]:
+        import torch
+
+        before = self._before
+        while len(self._events) < len(order):
+            self._events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            for event in self._events[-1]:
+                event.record()  # torch makes an event at its first record: not between a call and its end
+        events = self._events[: len(order)]
+        torch.cuda.synchronize()
+        for (i, r), (start, end) in zip(order, events, strict=True):
+            before()
+            start.record()
+            calls[i](r)
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+
+class CpuTimer(Timer):
+    """The host's clock around the call."""
+
+    def _times(self, calls: Sequence[Call], order: Sequence[tuple[int, int]]) -> list[float]:
+        before, clock = self._before, time.perf_counter_ns
+        times = [0.0] * len(order)
+        for position, (i, r) in enumerate(order):
+            call = calls[i]
+            before()
+            start = clock()
+            call(r)
+            times[position] = (clock() - start) / 1e3
+        return times
+
+
+def _nothing() -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    # A collection between two clock reads is a millisecond in some call's sample.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def flush_bytes(device: Device, l2: L2) -> int:
+    """The flush buffer's bytes: at least twice the last-level cache, four times where it is zeroed; 0: no buffer.
+
+    On CUDA at least the 128 and 256 MiB that an H100's published figures were taken with, so that they compare. Whole
+    MiB, so that a reader can cut the buffer into tiles.
+    """
+    if l2 not in ("cold-clean", "cold-dirty"):
+        return 0
+    times, least = (2, 128 << 20) if l2 == "cold-clean" else (4, 256 << 20)
+    size = max(least // (1 if device.kind == "cuda" else 2), times * device.l2_bytes)
+    return -(-size // (1 << 20)) << 20
+
+
+def make_timer(device: Device, policy: Policy, reader: Reader | None = None) -> Timer:
+    """The timer of a policy, with its flush buffer on the current device.
+
+    reader(tensor) launches one kernel whose profiler name contains "gdntune_flush" and reads the whole of a contiguous
+    1-D int32 tensor (16 KiB, or whole MiB: the buffer) on the current stream, without hints that keep it out of L2.
+    Needed on CUDA for the timer cupti and for cold-clean; unused on the CPU. Raises what `Policy.resolve` raises.
+    """
+    resolved, note = policy.resolve(device)
+    size = flush_bytes(device, resolved.l2)
+    if device.kind == "cpu":
+        return CpuTimer(resolved, _cpu_flush(resolved.l2, size), note)
+    if reader is None and (resolved.timer == "cupti" or resolved.l2 == "cold-clean"):
+        raise UnsupportedProblem(
+            f"reader=None with timer={resolved.timer} and l2={resolved.l2}: give a kernel that reads a tensor"
+        )
+    import torch
+
+    buffer = torch.zeros(size // 4, dtype=torch.int32, device="cuda") if size else None
+    marker = torch.zeros(MARKER_BYTES // 4, dtype=torch.int32, device="cuda")
+    mark = functools.partial(reader, marker) if reader else _nothing
+    before, markers = mark, 1
+    if resolved.l2 == "cold-clean":
+        before = functools.partial(cast("Reader", reader), buffer)
+    elif resolved.l2 == "cold-dirty":
+        zero, markers = cast("torch.Tensor", buffer).zero_, 2
+
+        # The first marker ends the call before, so that the fill counts to none.
+        def before() -> None:
+            mark()
+            zero()
+            mark()
+
+    before()  # compiles or loads the reader
+    if resolved.timer == "cupti":
+        return CuptiTimer(resolved, before, cupti_records.recorder(), torch.cuda.synchronize, markers)
+    return EventTimer(resolved, before, note)
+
+
+def _cpu_flush(l2: L2, size: int) -> Callable[[], Any] | None:
+    if not size:
+        return None
+    import torch
+
+    # ones, not zeros: the pages of calloc are all one page of zeros until they are written, and stay in L1.
+    buffer = torch.ones(size // 4, dtype=torch.float32)
+    return buffer.sum if l2 == "cold-clean" else buffer.zero_
+
+
+class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is reported of samples, in microseconds. outliers: those beyond 3 IQR of the quartiles, counted and kept."""
+
+    median_us: float
+    mean_us: float
+    q1_us: float
+    q3_us: float
+    min_us: float
+    count: int
+    outliers: int
+
+
+def _quartiles(ordered: Sequence[float]) -> tuple[float, float, float]:
+    # As statistics.quantiles(method="inclusive"), whose rounding can put a quartile of equal samples above all of them.
+    last = len(ordered) - 1
+
+    def at(quarters: int) -> float:
+        low, rest = divmod(quarters * last, 4)
+        return ordered[low] + (ordered[min(low + 1, last)] - ordered[low]) * (rest / 4)
+
+    return at(1), at(2), at(3)
+
+
+def summary(samples: Sequence[float]) -> Stats:
+    """Stats of samples in microseconds. MeasurementError where there are none, or one is negative or not finite."""
+    if not samples:
+        raise MeasurementError("no samples: nothing was timed")
+    for i, sample in enumerate(samples):
+        if not 0 <= sample < math.inf:
+            raise MeasurementError(f"sample {i} of {len(samples)} is {sample} us: time it again")
+    q1, median, q3 = _quartiles(sorted(samples))
+    reach = 3 * (q3 - q1)
+    outliers = sum(not q1 - reach <= sample <= q3 + reach for sample in samples)
+    return Stats(median, statistics.fmean(samples), q1, q3, min(samples), len(samples), outliers)
+
+
+def tie(a_mean_us: float, b_mean_us: float, step_us: float = CUPTI_STEP_US) -> bool:
+    """Whether two means are the same: apart by no more than the larger of 1% of the lesser and the clock's step."""
+    # The slack, a thousandth of a nanosecond, keeps one step a tie where binary fractions say 0.0320000001.
+    return abs(a_mean_us - b_mean_us) <= max(TIE_SHARE * min(a_mean_us, b_mean_us), step_us) + 1e-6
+
+
+def measured_peaks(device: Device, index: int = 0, size: int | None = None, rounds: int = 10) -> dict[str, float]:
+    """The DRAM's bandwidth in GB/s by source: `measured`, and `datasheet` and `nvml` where known; see
+    `arch.peak_disagreement`.
+
+    measured: the best of `rounds` copies within the device's memory, bytes read and written; on the CPU also of updates
+    in place, since a copy's stores there read their lines first. Each of two buffers has `size` bytes, by default 1 GiB
+    (CPU: 256 MiB) and 8 times the last-level cache: no flush is needed, and the launch gaps are below 1%.
+    """
+    import torch
+
+    least = max(1 << 30 if device.kind == "cuda" else 256 << 20, 8 * device.l2_bytes)
+    elements = (size or min(least, max(1 << 20, device.memory_bytes // 8))) // 4
+    with torch.cuda.device(index) if device.kind == "cuda" else contextlib.nullcontext():
+        source, goal = (torch.ones(elements, dtype=torch.float32, device=device.kind) for _ in range(2))
+        calls: list[Call] = [lambda _: goal.copy_(source)]
+        if device.kind == "cpu":
+            calls.append(lambda _: goal.neg_())
+        timer = make_timer(device, Policy("events" if device.kind == "cuda" else "cpu", "warm"))
+        best_us = min(min(times) for times in timer.measure(calls, rounds))
+    found = {
+        "datasheet": arch.datasheet_gb_s(device.name),
+        "nvml": arch.nvml_peak_gb_s(index) if device.kind == "cuda" else None,
+        "measured": 2 * 4 * elements / best_us / 1e3,
+    }
+    return {name: value for name, value in found.items() if value is not None}
