@@ -8,6 +8,8 @@ __version__ = "0.1.0"
 # Loaded on first use: `import gdntune` takes a few milliseconds, and torch some hundreds.
 _PUBLIC = {
     "gated_delta_rule_decode": "gdntune.ops",
+    "gated_delta_rule_packed_decode": "gdntune.ops",
+    "kda_decode": "gdntune.ops",
     "plan": "gdntune.ops",
     "prepare": "gdntune.ops",
     "load_table": "gdntune.ops",

@@ -153,7 +153,9 @@ def _assign_slots(
     requests = range(B)
     padded = set(pick.sample(requests, min(B, max(1, round(padding * B))))) if padding else set()
     if padded and not c.pool:
-        raise UnsupportedProblem(f"padding={padding} without a pool: only an index marks padding; pass padding=0 or pool=True")
+        raise UnsupportedProblem(
+            f"padding={padding} without a pool: only an index marks padding; pass padding=0 or pool=True"
+        )
     own_final = c.writes_index and (split or c.intermediate == "slots")
     each = (columns if c.intermediate == "slots" else 1) + own_final
     needed = B * each + (1 if padded else 0)
@@ -174,22 +176,26 @@ def _assign_slots(
         nowhere.append(nowhere.pop(0))
         return nowhere[-1]
 
+    def first_column(n: int) -> int:
+        """The column that names the start slot of request n."""
+        return min(max(accepted[n], 1), columns) - 1 if c.accepted else 0
+
     plan = _Slots([], [], [], given, padded)
     whole_ones = [n for n in requests if n not in padded]
     skipping = set(pick.sample(whole_ones, min(len(whole_ones), max(1, round(skipped * B))))) if skipped else set()
     for n in requests:
         row = [next(names) for _ in range(columns)] if c.intermediate == "slots" else []
-        start = row[0] if row else next(names)
+        start = row[first_column(n)] if row else next(names)
         final = next(names) if own_final else start
         if n in padded:
             # every other one names a slot that it would be free to write, if it were not padding
             start, final = lost(), guard if n % 2 else lost()
             if row:
                 row = [guard if n % 2 else lost() for _ in row]
-                row[min(max(accepted[n], 1), columns) - 1 if c.accepted else 0] = start
+                row[first_column(n)] = start
         elif n in skipping:
             final = lost()
-            spare = [t for t in range(columns) if row and row[t] != row[min(max(accepted[n], 1), columns) - 1 if c.accepted else 0]]
+            spare = [t for t in range(len(row)) if t != first_column(n)]
             if spare:
                 row[pick.choice(spare)] = lost()
         plan.start.append(start)
@@ -226,6 +232,7 @@ def make_case(
     softplus_beta: float = 1.0,
     softplus_threshold: float = 20.0,
     lower_bound: float = -5.0,
+    gate_shift: float = 0.0,
     extreme_gates: bool = False,
 ) -> Case:
     """A case of a problem; the defaults are a plain call whose pool has just the slots it needs, in shuffled order.
@@ -237,7 +244,8 @@ def make_case(
     between slots, rows and steps (a multiple of 16 bytes, which kernels load at once). packed_qkv: q, k, v are slices of one
     tensor. strided_gates: a and b lie in wider tensors. extra_steps, extra_rows: of the buffer beyond tokens and B (`slots`: extra
     columns). lengths: tokens of each ragged request (default: all of them, full); tail_rows: packed rows beyond the last request.
-    parameters_by_head: whether A_log and dt_bias are [HV] or [H]. extreme_gates: some gates at which exp overflows or vanishes.
+    parameters_by_head: whether A_log and dt_bias are [HV] or [H]. gate_shift: added to a, 2 makes decays of e^-0.4 to e^-4, which
+    show errors of the gate best. extreme_gates: some gates at which exp overflows or vanishes.
     Raises UnsupportedProblem for an illegal problem, and where slots or padding cannot be had.
     """
     if fault := problem_fault(problem):
@@ -303,8 +311,9 @@ def make_case(
         q, k, v = (draw.normal(*rows_of, n, size, dtype=inputs) for n, size in ((H, K), (H, K), (HV, V)))
     if not use_qk_l2norm:
         # keys near unit length, as a model would hand over, yet far enough from it that normalising again shows
-        k.copy_(k.float() / k.float().norm(dim=-1, keepdim=True).clamp(min=1e-3) * draw.uniform(*rows_of, H, 1, low=0.6, high=1.0))
-    a, A_log, dt_bias = _gate(draw, problem, rows_of, parameters_by_head, strided_gates, extreme_gates)
+        norm = k.float().norm(dim=-1, keepdim=True).clamp(min=1e-3)
+        k.copy_(k.float() / norm * draw.uniform(*rows_of, H, 1, low=0.6, high=1.0))
+    a, A_log, dt_bias = _gate(draw, problem, rows_of, parameters_by_head, strided_gates, gate_shift, extreme_gates)
     b = draw.normal(*rows_of, HV)
     if c.beta == "given":
         b = b.sigmoid()
@@ -349,7 +358,7 @@ def _spread(x: Tensor, strided: bool) -> Tensor:
 
 
 def _gate(
-    draw: _Draw, problem: Problem, rows_of: tuple[int, int], by: str, strided: bool, extreme: bool
+    draw: _Draw, problem: Problem, rows_of: tuple[int, int], by: str, strided: bool, shift: float, extreme: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """a or g, A_log and dt_bias. As models initialise them: exp(A_log) in 1..16, softplus(dt_bias) in 0.001..0.1, a in N(0, 1)."""
     c, per_k = problem.contract, problem.contract.op == "kda_decode"
@@ -360,6 +369,8 @@ def _gate(
     dt_bias = dt.expm1().log()
     dtype = DTYPES[c.gate_dtype]
     a = draw.normal(*rows_of, problem.HV, *width, dtype=torch.float32 if c.gate == "log" else dtype)
+    if shift:
+        a += shift
     if c.gate == "lower_bound":
         # the sigmoid's slope is what tells gates apart: keep exp(A_log) * (a + dt_bias) within a few units of it
         A_log, dt_bias = A_log / 4, draw.normal(heads, *width) / 4

@@ -119,6 +119,112 @@ def gated_delta_rule_decode(
     )  # fmt: skip
 
 
+def gated_delta_rule_packed_decode(
+    mixed_qkv: "Tensor",
+    a: "Tensor",
+    b: "Tensor",
+    *,
+    A_log: "Tensor",
+    dt_bias: "Tensor",
+    initial_state: "Tensor",
+    initial_state_indices: "Tensor",
+    state_layout: str = "k_last",
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    allow_neg_eigval: bool = False,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    null_index: int = 0,
+    batch_invariant: bool = False,
+    output: "Tensor | None" = None,
+) -> "Tensor":
+    """One token for each of B requests, q, k and v side by side in one tensor: the call that vLLM and SGLang make for plain decode.
+
+    mixed_qkv: [B, 2 H K + HV V], rows at any stride; a, b: [B, HV]; A_log, dt_bias: [HV] or [H]; initial_state: a pool [slots, HV, V, K]
+    (v_last: [slots, HV, K, V]), updated in place at initial_state_indices [B]. Slot 0 is padding unless null_index says otherwise, and so
+    is every negative index. Returns [B, 1, HV, V]. The rest, static and dynamic arguments and errors are as in `gated_delta_rule_decode`.
+    """
+    if mixed_qkv.dim() != 2 or b.dim() != 2 or a.dim() != 2 or initial_state.dim() != 4:
+        raise UnsupportedProblem(
+            f"mixed_qkv has shape {tuple(mixed_qkv.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)}, initial_state "
+            f"{tuple(initial_state.shape)}: accepted are [B, 2*H*K + HV*V], [B, HV], [B, HV] and [slots, HV, V, K]"
+        )
+    B, width = mixed_qkv.shape
+    HV = b.shape[1]
+    V, K = initial_state.shape[2:] if state_layout == "k_last" else (initial_state.shape[3], initial_state.shape[2])
+    keys = width - HV * V
+    if keys <= 0 or keys % (2 * K):
+        raise UnsupportedProblem(
+            f"mixed_qkv has {width} columns with HV={HV}, K={K}, V={V}: accepted are 2*H*K + HV*V, with H a divisor of HV"
+        )
+    keys //= 2
+    q = mixed_qkv[:, :keys].unflatten(-1, (-1, K)).unsqueeze(1)
+    k = mixed_qkv[:, keys : 2 * keys].unflatten(-1, (-1, K)).unsqueeze(1)
+    v = mixed_qkv[:, 2 * keys :].unflatten(-1, (HV, V)).unsqueeze(1)
+    return _decode(
+        "gdn_decode", "raw", q, k, v, a.unsqueeze(1), b.unsqueeze(1), None, A_log, dt_bias, initial_state, initial_state_indices,
+        None, None, None, None, None, None, None, False, state_layout, scale, use_qk_l2norm, allow_neg_eigval, softplus_beta,
+        softplus_threshold, 0.0, null_index, batch_invariant, output,
+    )  # fmt: skip
+
+
+def kda_decode(
+    q: "Tensor",
+    k: "Tensor",
+    v: "Tensor",
+    g: "Tensor",
+    *,
+    initial_state: "Tensor",
+    beta: "Tensor | None" = None,
+    b: "Tensor | None" = None,
+    A_log: "Tensor | None" = None,
+    dt_bias: "Tensor | None" = None,
+    lower_bound: float | None = None,
+    initial_state_indices: "Tensor | None" = None,
+    output_state_indices: "Tensor | None" = None,
+    intermediate_states_buffer: "Tensor | None" = None,
+    intermediate_state_indices: "Tensor | None" = None,
+    ssm_state_indices: "Tensor | None" = None,
+    num_accepted_tokens: "Tensor | None" = None,
+    cu_seqlens: "Tensor | None" = None,
+    max_tokens: int | None = None,
+    disable_state_update: bool = False,
+    state_layout: str = "k_last",
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    allow_neg_eigval: bool = False,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    null_index: int = -1,
+    batch_invariant: bool = False,
+    output: "Tensor | None" = None,
+) -> "Tensor":
+    """Kimi Delta Attention decode: as `gated_delta_rule_decode`, with one decay for each key dimension; returns [B, T, HV, V].
+
+    g: [B, T, HV, K]. Without A_log it is the log decay; with A_log and dt_bias the gate is -exp(A_log) softplus(g + dt_bias), and with
+    lower_bound (static: its presence; dynamic: its value) lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
+    A_log: one a value head [HV] or one a q/k head [H]. dt_bias: one a value head and k, [HV, K], or one a q/k head and k, [H, K]; flat
+    [HV*K] and [H*K] are viewed so.
+    beta: [B, T, HV], or its logit b. Every other argument, what is static, ownership and errors are as in `gated_delta_rule_decode`.
+    Formula: Kimi Linear (arXiv 2510.26692), eq. 1, in the recurrent form.
+    """
+    if (A_log is None) != (dt_bias is None):
+        raise UnsupportedProblem("A_log and dt_bias: accepted are both (softplus or lower_bound gate) or neither (g is the log decay)")
+    if A_log is None and lower_bound is not None:
+        raise UnsupportedProblem("lower_bound without A_log and dt_bias: accepted is lower_bound with both")
+    gate = "log" if A_log is None else "softplus" if lower_bound is None else "lower_bound"
+    if dt_bias is not None and dt_bias.dim() == 1:
+        if dt_bias.shape[0] % q.shape[-1]:
+            raise UnsupportedProblem(f"dt_bias has shape {tuple(dt_bias.shape)}: accepted are [HV, K], [H, K] and these flat, K={q.shape[-1]}")
+        dt_bias = dt_bias.unflatten(0, (-1, q.shape[-1]))
+    return _decode(
+        "kda_decode", gate, q, k, v, g, b, beta, A_log, dt_bias, initial_state,
+        initial_state_indices, output_state_indices, intermediate_states_buffer, intermediate_state_indices, ssm_state_indices,
+        num_accepted_tokens, cu_seqlens, max_tokens, disable_state_update, state_layout, scale, use_qk_l2norm, allow_neg_eigval,
+        softplus_beta, softplus_threshold, 0.0 if lower_bound is None else lower_bound, null_index, batch_invariant, output,
+    )  # fmt: skip
+
+
 def _decode(
     op, gate, q, k, v, a, b, beta, A_log, dt_bias, state, read_index, write_index, buffer, buffer_index, slot_index, accepted,
     cu_seqlens, max_tokens, frozen, layout, scale, use_qk_l2norm, neg_eigval, softplus_beta, threshold, lower_bound, null_index,

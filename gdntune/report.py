@@ -30,10 +30,7 @@ COLUMNS: dict[str, str] = {
     "device_kind": "text",
     "timer": "text",
     "l2": "text",
-    **{
-        f.name: {bool: "bool", int: "int"}.get(f.type, "text")  # type: ignore[call-overload]
-        for f in msgspec.structs.fields(Contract)
-    },
+    **{f.name: {bool: "bool", int: "int"}.get(f.type, "text") for f in msgspec.structs.fields(Contract)},
     "B": "int",
     "H": "int",
     "HV": "int",
@@ -121,7 +118,9 @@ def report(folders: Sequence[str | os.PathLike[str]]) -> Report:
 def _names(runs: Sequence[Run]) -> list[str]:
     """A name for each run: its config's; where several share it, with the L2 policy, and numbered if that is shared too."""
     configs = [run.config for run in runs]
-    long = [c if configs.count(c) == 1 else f"{c}, {run.policy.get('l2')}" for c, run in zip(configs, runs, strict=True)]
+    long = [
+        c if configs.count(c) == 1 else f"{c}, {run.policy.get('l2')}" for c, run in zip(configs, runs, strict=True)
+    ]
     return [n if long.count(n) == 1 else f"{n} ({long[: i + 1].count(n)})" for i, n in enumerate(long)]
 
 
@@ -172,9 +171,11 @@ def _rows(source: Source) -> Iterator[dict[str, Any]]:
 
 def _later(one: Trial | None, other: Trial) -> Trial:
     """The trial that counts: a failed one, else the final one, else the later one."""
-    if one is None or one.status == "ok" and not (one.stage == "final" and other.stage == "screen" and other.status == "ok"):
+    if one is None:
         return other
-    return one
+    if one.status != "ok" or (one.stage == "final" and other.stage == "screen" and other.status == "ok"):
+        return one
+    return other
 
 
 def _verified(records: Sequence[Record]) -> dict[tuple[Contract, str], str]:
@@ -231,16 +232,17 @@ def _add_times(source: Source, trial: Trial, row: dict[str, Any]) -> None:
         "min_us": round(stats.min_us, 3),
         "outliers": stats.outliers,
     }
-    if not stats.median_us > 0:
+    us = row["median_us"]
+    if not us > 0:
         row |= {"status": "failed", "reason": "a median of 0 us is no time"}
         return
-    row["bandwidth_gb_s"] = round(row["bytes_moved"] / stats.median_us / 1e3, 1)
+    row["bandwidth_gb_s"] = round(row["bytes_moved"] / us / 1e3, 1)
     if source.peak_gb_s:
-        row["sol"] = round(sol.sol(row["bytes_moved"], stats.median_us, source.peak_gb_s), 4)
+        row["sol"] = round(sol.sol(row["bytes_moved"], us, source.peak_gb_s), 4)
     if trial.role == "floor":
         return
     try:
-        row["bound"] = sol.classify(trial.problem, stats.median_us, source.run.device, source.run.policy.get("l2", "cold-clean"))
+        row["bound"] = sol.classify(trial.problem, us, source.run.device, source.run.policy.get("l2", "cold-clean"))
     except MeasurementError as e:
         # More than the DRAM can do is no result, whatever it would do for the tables.
         row |= {"status": "impossible", "reason": str(e)[:500]}

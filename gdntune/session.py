@@ -137,7 +137,7 @@ class Session:
         decode[0] is always among the leaders: it is the default rule's choice, which a tuned one must beat.
         """
         start = time.perf_counter()
-        before = clocks(self.index) if self.device.kind == "cuda" else Clocks()
+        before = clocks(self.index if self.device.kind == "cuda" else None)
         self.load(problem.contract, [*decode, *floor])
         calls, (restore, finite) = self.calls(problem, "decode", decode)
         floor_calls, _ = self.calls(problem, "floor", floor)
@@ -159,7 +159,7 @@ class Session:
         self.synchronize()
         if not finite():
             raise MeasurementError(f"{problem.key()}: the output is not finite after {rounds} rounds: a variant that passed its check broke")
-        after = clocks(self.index) if self.device.kind == "cuda" else Clocks()
+        after = clocks(self.index if self.device.kind == "cuda" else None)
         timed = [
             Timed(v, "decode" if i < n else "floor", screen[i], final.get(i, []))
             for i, v in enumerate([*decode, *floor])

@@ -11,7 +11,9 @@ from gdntune.problem import Contract, Problem
 from gdntune.sol import bytes_moved, floor_bytes
 from gdntune.table import save
 
-VARIANTS = [Variant("recurrent", f"recurrent.tv{tv}.ilp{ilp}", {"tile_v": tv, "ilp": ilp}) for tv in (16, 32) for ilp in (2, 4)]
+VARIANTS = [
+    Variant("recurrent", f"recurrent.tv{tv}.ilp{ilp}", {"tile_v": tv, "ilp": ilp}) for tv in (16, 32) for ilp in (2, 4)
+]
 FLOOR = Variant("stream", "stream.t4096.ilp4", {"tile": 4096, "ilp": 4})
 
 
@@ -48,16 +50,27 @@ def cell(problem: Problem, header: Run, *, slow: float = 1.0, favoured: int = 0)
         found.append(Trial(problem=problem, variant=v, stage="screen", status="ok", samples_us=_samples(us * 1.01, 6)))
         if (i - favoured) % len(VARIANTS) < 2:
             found.append(Trial(problem=problem, variant=v, stage="final", status="ok", samples_us=_samples(us, 20)))
-    found.append(Trial(problem=problem, variant=FLOOR, role="floor", stage="final", status="ok", samples_us=_samples(floor_us, 20)))
+    found.append(
+        Trial(
+            problem=problem, variant=FLOOR, role="floor", stage="final", status="ok", samples_us=_samples(floor_us, 20)
+        )
+    )
     clocks = {"sm_mhz": 1980, "event_reasons": ["sw_power_cap"]}
-    return [*found, Cell(problem=problem, status="ok", stop="20 final rounds", seconds=0.5, clocks_before=clocks, clocks_after=clocks)]
+    return [
+        *found,
+        Cell(
+            problem=problem, status="ok", stop="20 final rounds", seconds=0.5, clocks_before=clocks, clocks_after=clocks
+        ),
+    ]
 
 
 def _samples(us: float, n: int) -> list[float]:
     return [us * (1 + 0.01 * math.sin(i)) for i in range(n)]
 
 
-def records(header: Run, *, batches: tuple[int, ...] = (1, 8, 64), HV: int = 64, extra: tuple[Record, ...] = (), swap: int = 0) -> list[Record]:
+def records(
+    header: Run, *, batches: tuple[int, ...] = (1, 8, 64), HV: int = 64, extra: tuple[Record, ...] = (), swap: int = 0
+) -> list[Record]:
     """A whole sweep: builds, checks, cells. Large batches favour another variant than small ones; `swap` shifts both."""
     found: list[Record] = [
         Build(kernel=v.kernel, variant=v.id, object_key=v.id, status="ok", seconds=0.5, registers=40, spill_bytes=0)

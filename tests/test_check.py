@@ -31,6 +31,15 @@ CONTRACTS = {
 every_contract = pytest.mark.parametrize("contract", CONTRACTS.values(), ids=CONTRACTS.keys())
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors are small: where cores are shared, a second thread makes an operation wait for it, a hundred times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def kernel(contract, *, gates=RIGHT_GATES, recurrence=RIGHT_RECURRENCE, given=None, leave=None, dtype=torch.float32):
     """A kernel made of the fp32 reference. given changes what it reads, leave what it writes, gates and recurrence its arithmetic."""
 
@@ -65,7 +74,11 @@ def test_fp32_is_accepted_on_200_seeds():
     for seed in range(200):
         pick = random.Random(seed)
         contract = pick.choice(list(CONTRACTS.values())).replace(tokens=pick.randint(1, 4))
-        options = {"neg_eigval": pick.random() < 0.5, "use_qk_l2norm": pick.random() < 0.5, "extreme_gates": pick.random() < 0.5}
+        options = {
+            "neg_eigval": pick.random() < 0.5,
+            "use_qk_l2norm": pick.random() < 0.5,
+            "extreme_gates": pick.random() < 0.5,
+        }
         before = make_case(Problem(contract, 2, 1, 2), seed=seed, **options)
         after = before.clone()
         kernel(contract)(*after.arguments())
@@ -102,7 +115,9 @@ def fast_gates(contract, a, b, A_log, dt_bias, softplus_beta, softplus_threshold
         patch.setattr(reference, "softplus", log1p_exp)
         arguments = (a, b, A_log, dt_bias, softplus_beta, softplus_threshold, lower_bound, beta_scale)
         decay, beta = RIGHT_GATES(contract, *arguments)
-    return decay * (1 + 2**-22 * (2 * torch.rand(decay.shape) - 1)), beta * (1 + 2**-22 * (2 * torch.rand(beta.shape) - 1))
+    return decay * (1 + 2**-22 * (2 * torch.rand(decay.shape) - 1)), beta * (
+        1 + 2**-22 * (2 * torch.rand(beta.shape) - 1)
+    )
 
 
 @every_contract
@@ -205,12 +220,15 @@ def test_wrong_arithmetic_is_refused(contract, fault):
         contract = contract.replace(beta_dtype="fp32")
     verdict = check_variant(kernel(contract, **ARITHMETIC_FAULTS[fault]), contract)
     assert not verdict.ok and verdict.error > TOLERANCE
-    assert "head=" in verdict.worst and "got" in verdict.worst and "want" in verdict.worst and "case B=" in verdict.worst
+    assert (
+        "head=" in verdict.worst and "got" in verdict.worst and "want" in verdict.worst and "case B=" in verdict.worst
+    )
 
 
 FAULTS_OF = [
     ("swapped map of heads", {}, {"given": changed(q=modulo_heads, k=modulo_heads)}),
     ("output cut, not rounded", {}, {"leave": truncate}),
+    ("state read transposed", {"K": 64, "V": 64}, {"given": changed(state=lambda x: x.transpose(-1, -2))}),
     ("A_log rounded to bf16", {}, {"given": changed(A_log=bf16)}),
     ("dt_bias rounded to bf16", {}, {"given": changed(dt_bias=bf16)}),
     ("neighbour's slot", {}, {"given": changed(read_index=lambda x: x.roll(1))}),
@@ -219,10 +237,22 @@ FAULTS_OF = [
     ("null_index ignored", {}, {"given": changed(null_index=lambda x: -1)}),
     ("softplus_threshold ignored", {}, {"given": changed(softplus_threshold=lambda x: 20.0)}),
     ("softplus_beta ignored", {}, {"given": changed(softplus_beta=lambda x: 1.0)}),
-    ("lower_bound ignored", {"op": "kda_decode", "gate": "lower_bound"}, {"given": changed(lower_bound=lambda x: -5.0)}),
+    (
+        "lower_bound ignored",
+        {"op": "kda_decode", "gate": "lower_bound"},
+        {"given": changed(lower_bound=lambda x: -5.0)},
+    ),
     ("state rounded between tokens", {"tokens": 2}, {"recurrence": recurrence_with(start=bf16)}),
-    ("accepted ignored", {"tokens": 3, "intermediate": "slots", "accepted": True}, {"given": changed(accepted=torch.ones_like)}),
-    ("buffer by request", {"tokens": 2, "intermediate": "indexed"}, {"given": changed(slot_index=lambda x: torch.arange(len(x)))}),
+    (
+        "accepted ignored",
+        {"tokens": 3, "intermediate": "slots", "accepted": True},
+        {"given": changed(accepted=torch.ones_like)},
+    ),
+    (
+        "buffer by request",
+        {"tokens": 2, "intermediate": "indexed"},
+        {"given": changed(slot_index=lambda x: torch.arange(len(x)))},
+    ),
 ]
 
 
@@ -230,7 +260,7 @@ FAULTS_OF = [
 @pytest.mark.parametrize("changes,fault", [f[1:] for f in FAULTS_OF], ids=[f[0] for f in FAULTS_OF])
 def test_wrong_reading_is_refused(changes, fault, state_dtype):
     """Faults of indices, parameters and rounding, in a contract that has them."""
-    contract = Contract(**SMALL, **changes, state_dtype=state_dtype)
+    contract = Contract(**{**SMALL, **changes}, state_dtype=state_dtype)
     assert not check_variant(kernel(contract, **fault), contract).ok
 
 
@@ -325,7 +355,11 @@ def test_nan_never_passes(name):
     contract = Contract(**SMALL, tokens=2, intermediate="dense", state_dtype="fp32")
     for value in (float("nan"), float("inf"), float("-inf")):
         before, after = case_and_result(contract)
-        where = {"state": (int(before.write_index[0]), 0, 1, 2), "intermediate": (0, 1, 0, 1, 2), "output": (1, 0, 2, 3)}[name]
+        where = {
+            "state": (int(before.write_index[0]), 0, 1, 2),
+            "intermediate": (0, 1, 0, 1, 2),
+            "output": (1, 0, 2, 3),
+        }[name]
         getattr(after, name)[where] = value
         verdict = compare(before, after)
         assert not verdict.ok and verdict.error == float("inf") and verdict.worst.startswith(name)

@@ -145,8 +145,14 @@ class Recurrent:
                 y[i] = y[i] + cute.arch.shuffle_sync_bfly(y[i], offset=offset, mask=-1, mask_and_clamp=31)
 
     @cute.jit
-    def advance(self, fh, rv, fq, fk, fg, decay: Float32, scaled: Float32, beta: Float32, kq: Float32, row0, lane, o):
+    def advance(
+        self, fh, rv, fq, fk, fg, decay: Float32, scaled: Float32, beta: Float32, kq: Float32, scale: Float32, use_qk_l2norm: Int32,
+        row0, lane, o,
+    ):  # fmt: skip
         """One token on the RV by RK elements in fh: both sums, the update and the output rows. Gives the new `scaled`.
+
+        Staged q and k come normalised. A thread's own come as they are: their norms are summed in the same butterflies as S k and
+        S q and multiplied in afterwards, so that no sum stands before the state's arrival.
 
         With one decay a head fh holds S / scaled, so that a token of a loop costs three operations an element, not four, and T = 1
         sums while the gate is still being computed. KDA's decays are applied to the elements, and scaled stays 1.
@@ -174,20 +180,38 @@ class Recurrent:
                 y += fh[i, j] * fq[j]
             pk[i] = x
             pq[i] = y
-        self.reduce_rows(pk, pq)
-        unscale = F32(1.0)
-        if const_expr(self.loop and not self.per_k):
-            unscale = cute.arch.rcp_approx(scaled)
-        for i in cutlass.range_constexpr(self.RV):
-            u = (rv[i].to(F32) - pk[i] * scaled) * beta
-            pq[i] = pq[i] * scaled + u * kq
+        iq = F32(1.0)
+        ik = F32(1.0)
+        if const_expr(self.smem):
+            self.reduce_rows(pk, pq)
+        else:
+            sq = F32(0.0)
+            sk = F32(0.0)
+            kq = F32(0.0)
             for j in cutlass.range_constexpr(self.RK):
-                if const_expr(self.per_k):
-                    fh[i, j] = fh[i, j] + u * fk[j]
-                elif const_expr(self.loop):
-                    fh[i, j] = fh[i, j] + u * unscale * fk[j]
+                sq += fq[j] * fq[j]
+                sk += fk[j] * fk[j]
+                kq += fq[j] * fk[j]
+            self.reduce_rows(pk, pq)
+            for s in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+                offset = (self.lanes >> (s + 1)) * self.step
+                sq += cute.arch.shuffle_sync_bfly(sq, offset=offset, mask=-1, mask_and_clamp=31)
+                sk += cute.arch.shuffle_sync_bfly(sk, offset=offset, mask=-1, mask_and_clamp=31)
+                kq += cute.arch.shuffle_sync_bfly(kq, offset=offset, mask=-1, mask_and_clamp=31)
+            iq, ik = self.norms(sq, sk, scale, use_qk_l2norm)
+            kq = kq * iq * ik
+        unscale = ik
+        if const_expr(self.loop and not self.per_k):
+            unscale = cute.arch.rcp_approx(scaled) * ik
+        for i in cutlass.range_constexpr(self.RV):
+            u = (rv[i].to(F32) - pk[i] * (scaled * ik)) * beta
+            pq[i] = pq[i] * (scaled * iq) + u * kq
+            w = u * unscale
+            for j in cutlass.range_constexpr(self.RK):
+                if const_expr(self.per_k or self.loop):
+                    fh[i, j] = fh[i, j] + w * fk[j]
                 else:
-                    fh[i, j] = fh[i, j] * scaled + u * fk[j]
+                    fh[i, j] = fh[i, j] * scaled + w * fk[j]
         if const_expr(not self.loop):
             scaled = F32(1.0)
         # lane i writes row i: one store for all rows of a group
@@ -224,27 +248,12 @@ class Recurrent:
     @cute.jit
     def use_token(
         self, rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg,
-        scale: Float32, softplus_beta: Float32, threshold: Float32, lower_bound: Float32, beta_scale: Float32, use_qk_l2norm: Int32,
+        softplus_beta: Float32, threshold: Float32, lower_bound: Float32, beta_scale: Float32,
     ):  # fmt: skip
-        """Normalises what `read_token` brought into fq, fk and fg; gives decay, beta and k.q."""
-        sq = F32(0.0)
-        sk = F32(0.0)
-        kq = F32(0.0)
+        """Widens what `read_token` brought into fq, fk and fg; gives decay and beta."""
         for j in cutlass.range_constexpr(self.RK):
             fq[j] = rq[j].to(F32)
             fk[j] = rk[j].to(F32)
-            sq += fq[j] * fq[j]
-            sk += fk[j] * fk[j]
-            kq += fq[j] * fk[j]
-        for s in cutlass.range_constexpr(self.lanes.bit_length() - 1):
-            offset = (self.lanes >> (s + 1)) * self.step
-            sq += cute.arch.shuffle_sync_bfly(sq, offset=offset, mask=-1, mask_and_clamp=31)
-            sk += cute.arch.shuffle_sync_bfly(sk, offset=offset, mask=-1, mask_and_clamp=31)
-            kq += cute.arch.shuffle_sync_bfly(kq, offset=offset, mask=-1, mask_and_clamp=31)
-        iq, ik = self.norms(sq, sk, scale, use_qk_l2norm)
-        for j in cutlass.range_constexpr(self.RK):
-            fq[j] = fq[j] * iq
-            fk[j] = fk[j] * ik
         decay = F32(1.0)
         if const_expr(self.per_k):
             for j in cutlass.range_constexpr(self.RK):
@@ -252,7 +261,7 @@ class Recurrent:
                 fg[j] = gates.decay(self.gate, rg[j].to(F32), A, b, softplus_beta, threshold, lower_bound)
         else:
             decay = gates.decay(self.gate, ga, A, bias, softplus_beta, threshold, lower_bound)
-        return decay, self.beta_of(gb, beta_scale), kq * iq * ik
+        return decay, self.beta_of(gb, beta_scale)
 
     @cute.jit
     def read_stage(self, q, k, v, a, b, ni, t0, length, hq, hv, v0, tid, rq, rk, rg, rs, rv):
@@ -391,6 +400,8 @@ class Recurrent:
                 ga = a[ni, t0, hv].to(F32)
             gb = b[ni, t0, hv].to(F32)
             self.read_values(v[ni, t0, hv, None], rv, v0 + group * self.RV)
+        # Loads do not move across this; without it the compiler sinks them below the branch, 0.15 us later (H100, B=1).
+        cute.arch.sync_warp()
 
         live = slot >= 0
         if const_expr(self.pool):
@@ -431,10 +442,9 @@ class Recurrent:
                 )  # fmt: skip
                 cute.arch.sync_threads()
             elif const_expr(not self.loop):
-                decay, beta, kq = self.use_token(
-                    rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg,
-                    scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, use_qk_l2norm,
-                )  # fmt: skip
+                decay, beta = self.use_token(
+                    rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg, softplus_beta, softplus_threshold, lower_bound, beta_scale
+                )
             # rolled: unrolled over four chunks of a large tile one variant took 2.1 s to compile instead of 0.5
             for it in cutlass.range(self.chunks, unroll=1):
                 row0 = v0 + it * self.chunk + group * self.RV
@@ -471,16 +481,16 @@ class Recurrent:
                                 ga = a[ni, t0 + t, hv].to(F32)
                             gb = b[ni, t0 + t, hv].to(F32)
                             self.read_values(v[ni, t0 + t, hv, None], rw, row0)
-                            decay, beta, kq = self.use_token(
+                            decay, beta = self.use_token(
                                 rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg,
-                                scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, use_qk_l2norm,
+                                softplus_beta, softplus_threshold, lower_bound, beta_scale,
                             )  # fmt: skip
                         o = output[ni, t0 + t, hv, None]
-                        scaled = self.advance(fh, rw, fq, fk, fg, decay, scaled, beta, kq, row0, lane, o)
+                        scaled = self.advance(fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, lane, o)
                         self.keep_state(state, slot_index, intermediate, n, row, t, hv, fh, scaled, keeps, null_index, row0, lane)
                 else:
                     o = output[ni, t0, hv, None]
-                    scaled = self.advance(fh, rw, fq, fk, fg, decay, scaled, beta, kq, row0, lane, o)
+                    scaled = self.advance(fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, lane, o)
                     self.keep_state(state, slot_index, intermediate, n, row, 0, hv, fh, scaled, keeps, null_index, row0, lane)
                 if const_expr(self.update):
                     if writes:

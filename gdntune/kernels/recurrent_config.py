@@ -91,31 +91,41 @@ def refuse(c: Contract, s: Knobs) -> str | None:
 def _candidates(c: Contract) -> list[Knobs]:
     wide = 16 // ITEMSIZE[c.state_dtype]
     k_last = c.layout == "k_last"
-    stages = ("smem", "reg") if compiled_tokens(c) > 1 else ("reg",)
+    loop = compiled_tokens(c) > 1
     return [
         Knobs(tile_v, ilp, vec, lanes, threads, stage, early)
-        for stage in stages
+        for stage in (("smem", "reg") if loop else ("reg",))
         for early in (True, False)
         for threads in (128, 64, 256, 32)
-        for vec in ((wide,) if k_last else (wide, wide // 2))
+        for vec in ((wide,) if k_last and c.K % 64 == 0 else (wide, wide // 2))
         for lanes in (16, 8, 32, 4)
         for ilp in ((1, 2, 4, 8) if k_last else (1,))
         for tile_v in (8, 16, 32, 64, 128)
     ]
 
 
+def _worth_trying(c: Contract, s: Knobs) -> bool:
+    """Leaves out what lost everywhere on an H100, HV=64, B=1 to 512 (docs/measured.md, "knobs of recurrent")."""
+    elements = held_rows(c, s) * (c.K // s.lanes)
+    chunks = s.tile_v // (s.threads // s.lanes * held_rows(c, s))
+    if chunks > 2 or elements < 8:
+        return False
+    if c.layout == "v_last":
+        return s.lanes <= 16 and s.stage == ("smem" if compiled_tokens(c) > 1 else "reg")
+    if elements > 64:
+        return False
+    if compiled_tokens(c) == 1:
+        # four lanes a row or eight bytes a load: more registers or more instructions for the same bytes in flight
+        return s.early and (s.lanes >= 8 or c.K % 64 != 0)
+    if s.stage == "reg":
+        # every thread group repeats the loads and norms of each token
+        return s.early and s.threads == 128 and s.lanes in (8, 16) and elements >= 32
+    return s.threads >= 64 and s.lanes <= 16 and elements >= 16
+
+
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
-    kept = []
-    for s in _candidates(c):
-        if refuse(c, s):
-            continue
-        chunks = s.tile_v // (s.threads // s.lanes * held_rows(c, s))
-        elements = held_rows(c, s) * (c.K // s.lanes)
-        if chunks > 4 or elements < 8 or (c.layout == "k_last" and elements > 64):
-            continue
-        kept.append(s)
-    return tuple(kept)
+    return tuple(s for s in _candidates(c) if not refuse(c, s) and _worth_trying(c, s))
 
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:

@@ -287,7 +287,8 @@ def trace(
     value = tokens_of(v)
     outputs, states, reaches = [], [], []
     for t in range(T):
-        o, after = recurrence(*(x[:, t : t + 1] for x in (query, key, value, decay, beta)), start)
+        one = slice(t, t + 1)
+        o, after = recurrence(query[:, one], key[:, one], value[:, one], decay[:, one], beta[:, one], start)
         start = after[:, 0]
         # 0 * NaN: a padding request may have met a NaN in the slot that stood in for none
         outputs.append(torch.where(real[:, t, None, None], o[:, 0], 0))

@@ -42,7 +42,10 @@ class Grid(NamedTuple):
             widths[widths.index(max(widths))] -= 1
 
         def cut(row: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(textwrap.shorten(cell, w, placeholder="...") or cell[:w] if len(cell) > w else cell for cell, w in zip(row, widths, strict=True))
+            return tuple(
+                textwrap.shorten(cell, w, placeholder="...") or cell[:w] if len(cell) > w else cell
+                for cell, w in zip(row, widths, strict=True)
+            )
 
         return self._replace(headers=cut(self.headers), rows=tuple(map(cut, self.rows)))
 

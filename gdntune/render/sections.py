@@ -46,7 +46,11 @@ def document(sources: "Sequence[Source]", frame: "pd.DataFrame") -> Document:
         for base in sorted({c.replace(tokens=1) for c in _contracts(source)}):
             title = contract_words(base)
             part = _of_contract(frame[frame["run"] == source.name], base)
-            sections.append(Section(f"{source.name}: {title}" if len(sources) > 1 else title, tuple(_contract_blocks(part, letters))))
+            sections.append(
+                Section(
+                    f"{source.name}: {title}" if len(sources) > 1 else title, tuple(_contract_blocks(part, letters))
+                )
+            )
     sections += _differences(sources, chosen, letters)
     sections.append(Section("How to read the tables", tuple(_reading(sources, chosen)), detail=True))
     for source in sources:
@@ -78,7 +82,9 @@ def _summary(sources: "Sequence[Source]", frame: "pd.DataFrame", chosen: "pd.Dat
         lines += source.notes
         impossible = int(((frame["run"] == source.name) & (frame["status"] == "impossible")).sum())
         if impossible:
-            lines.append(f"{impossible} times were refused: they are faster than the DRAM's peak allows under this policy.")
+            lines.append(
+                f"{impossible} times were refused: they are faster than the DRAM's peak allows under this policy."
+            )
         yield Bullets(tuple(lines))
 
 
@@ -160,7 +166,10 @@ def _contract_blocks(part: "pd.DataFrame", letters: dict[str, str]) -> Iterator[
     yield from _grids("Which variant was chosen", cells, lambda c: letters[c["variant"]])
     counts = Counter(chosen["variant"])
     yield Bullets(
-        tuple(f"{letters[name]}: `{name}`, {n} cell{'s' * (n > 1)}" for name, n in sorted(counts.items(), key=lambda i: (len(letters[i[0]]), letters[i[0]])))
+        tuple(
+            f"{letters[name]}: `{name}`, {n} cell{'s' * (n > 1)}"
+            for name, n in sorted(counts.items(), key=lambda i: (len(letters[i[0]]), letters[i[0]]))
+        )
     )
 
 
@@ -170,13 +179,12 @@ def _grids(caption: str, cells: dict[tuple[int, int, int, int], Any], show: Call
     rows = sorted({key[1:] for key in cells})
     for first in range(0, len(tokens), TOKENS_A_TABLE):
         shown = tokens[first : first + TOKENS_A_TABLE]
-        found = [[cells.get((t, *row)) for t in shown] for row in rows]
-        yield Grid(
-            caption,
-            ("B x HV", "work units", *(f"T={t}" for t in shown)),
-            tuple((f"{B} x {HV}", str(w), *(MISSING if c is None else show(c) for c in line)) for (w, B, HV), line in zip(rows, found, strict=True)),
-            tuple((None, None, *(None if c is None or math.isnan(c["sol"]) else c["sol"] for c in line)) for line in found),
-        )  # fmt: skip
+        lines, shades = [], []
+        for w, B, HV in rows:
+            found = [cells.get((t, w, B, HV)) for t in shown]
+            lines.append((f"{B} x {HV}", str(w), *(MISSING if c is None else show(c) for c in found)))
+            shades.append((None, None, *(None if c is None or math.isnan(c["sol"]) else c["sol"] for c in found)))
+        yield Grid(caption, ("B x HV", "work units", *(f"T={t}" for t in shown)), tuple(lines), tuple(shades))
 
 
 def _share(cell: Any) -> str:
@@ -193,7 +201,8 @@ def _differences(sources: "Sequence[Source]", chosen: "pd.DataFrame", letters: d
         if one.run.device.name != other.run.device.name or one.run.policy == other.run.policy:
             continue
         left, right = (
-            {(c["work_units"], *_contract_of(c)): c for _, c in chosen[chosen["run"] == s.name].iterrows()} for s in (one, other)
+            {(c["work_units"], *_contract_of(c)): c for _, c in chosen[chosen["run"] == s.name].iterrows()}
+            for s in (one, other)
         )
         shared = [key for key in left if key in right]
         apart = [key for key in shared if left[key]["variant"] != right[key]["variant"]]
@@ -221,11 +230,9 @@ def _differences(sources: "Sequence[Source]", chosen: "pd.DataFrame", letters: d
 
 
 def _reading(sources: "Sequence[Source]", chosen: "pd.DataFrame") -> Iterator[Block]:
-    lines = []
-    for name in dict.fromkeys(s.run.policy.get("timer", "") for s in sources):
-        lines.append(f"Timer `{name}`: {TIMERS.get(name, 'unknown to this version')}.")
-    for name in dict.fromkeys(s.run.policy.get("l2", "") for s in sources):
-        lines.append(f"L2 policy `{name}`: {L2_POLICIES.get(name, 'unknown to this version')}.")
+    timers, policies = (dict.fromkeys(s.run.policy.get(key, "") for s in sources) for key in ("timer", "l2"))
+    lines = [f"Timer `{name}`: {TIMERS.get(name, 'unknown to this version')}." for name in timers]
+    lines += [f"L2 policy `{name}`: {L2_POLICIES.get(name, 'unknown to this version')}." for name in policies]
     lines.append(
         "The variants of a cell are timed interleaved, in mirrored order; the leaders again on fresh samples, and the choice is by "
         "the means of those. Times within the larger of 1% and 32 ns are a tie."
@@ -246,7 +253,11 @@ def _reading(sources: "Sequence[Source]", chosen: "pd.DataFrame") -> Iterator[Bl
 
 def _environment(source: "Source") -> Iterator[Block]:
     run, device = source.run, source.run.device
-    peak = f"{source.peak_gb_s:.0f} GB/s ({device.peak_source if device.peak_gb_s else 'measured'})" if source.peak_gb_s else "unknown"
+    peak = (
+        f"{source.peak_gb_s:.0f} GB/s ({device.peak_source if device.peak_gb_s else 'measured'})"
+        if source.peak_gb_s
+        else "unknown"
+    )
     rows = [
         ("device", f"{device.name}, {device.arch}"),
         ("threads" if device.kind == "cpu" else "SMs", str(device.sm_count)),
@@ -268,7 +279,9 @@ def _environment(source: "Source") -> Iterator[Block]:
 
 def _reproduce(sources: "Sequence[Source]") -> Iterator[Block]:
     commands = list(dict.fromkeys(s.run.command or f"gdntune sweep configs/{s.run.config}.yaml" for s in sources))
-    yield Text("On the same device, with the versions above (a sweep in a folder that holds its journal goes on, so take a new one):")
+    yield Text(
+        "On the same device, with the versions above (a sweep in a folder that holds its journal goes on, so take a new one):"
+    )
     yield Code("\n".join([*commands, "gdntune report RUN... --format md"]))
 
 
@@ -312,7 +325,9 @@ def _letters(chosen: "pd.DataFrame") -> dict[str, str]:
 
 
 def _contracts(source: "Source") -> set[Contract]:
-    return {r.contract if isinstance(r, Check) else r.problem.contract for r in source.records if not isinstance(r, Build)}
+    return {
+        r.contract if isinstance(r, Check) else r.problem.contract for r in source.records if not isinstance(r, Build)
+    }
 
 
 def _of_contract(frame: "pd.DataFrame", base: Contract) -> "pd.DataFrame":
@@ -327,7 +342,9 @@ def _contract_of(cell: Any) -> tuple[Any, ...]:
 
 
 def _contract_short(cell: Any) -> str:
-    extra = "" if cell["mode"] == "update" and cell["intermediate"] == "none" else f" {cell['mode']} {cell['intermediate']}"
+    extra = (
+        "" if cell["mode"] == "update" and cell["intermediate"] == "none" else f" {cell['mode']} {cell['intermediate']}"
+    )
     return f"{cell['op']} T={cell['tokens']} {cell['state_dtype']}{extra}"
 
 

@@ -28,9 +28,9 @@ def print_document(document: Document, console: Console, *, details: bool = Fals
                 console.print(_plain(block.text))
             elif isinstance(block, Bullets):
                 for item in block.items:
-                    console.print(Padding(_plain(item), (0, 0, 0, 2)))
+                    console.print(Padding(_plain(item), (0, 0, 0, 2), expand=False))
             elif isinstance(block, Code):
-                console.print(Padding(Styled(block.text), (0, 0, 0, 2)))
+                console.print(Padding(Styled(block.text), (0, 0, 0, 2), expand=False))
             else:
                 console.print(_table(block))
                 console.print()
@@ -44,7 +44,13 @@ def _plain(text: str) -> Styled:
 
 
 def _table(grid: Grid) -> Table:
-    table = Table(title=_plain(grid.caption) if grid.caption else None, title_justify="left", title_style="italic", box=None, pad_edge=False)
+    table = Table(
+        title=_plain(grid.caption) if grid.caption else None,
+        title_justify="left",
+        title_style="italic",
+        box=None,
+        pad_edge=False,
+    )
     grid = grid.fitted()
     for i, header in enumerate(grid.headers):
         table.add_column(Styled(header), justify="left" if i < grid.left else "right", no_wrap=True)
@@ -58,7 +64,13 @@ def _legend() -> Styled:
     legend = Styled("Share of the DRAM's peak: ")
     above: float | None = None
     for least, colour in SHADES:
-        words = f"{least:.0%} and more" if above is None else f"below {above:.0%}" if not least else f"{least:.0%} to {above:.0%}"
+        words = (
+            f"{least:.0%} and more"
+            if above is None
+            else f"below {above:.0%}"
+            if not least
+            else f"{least:.0%} to {above:.0%}"
+        )
         legend.append(words, colour).append("  ")
         above = least
     return legend

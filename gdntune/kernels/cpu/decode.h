@@ -63,7 +63,6 @@ class Decode {
   static constexpr int parts = P::parts, lot = P::size;
   static constexpr int chunk = k_last ? ilp : ilp * lot;   // rows of V in flight
   static constexpr int steps = k_last ? K / lot : K;       // of the contraction
-  static constexpr int kept_stride = k_last ? K : tile_v;  // of the tile in fp32
   static_assert(tile_v % chunk == 0 && tile_v % vec == 0 && K % lot == 0);
 
   // One token of one head: what `update` and `dots` multiply the state by.
@@ -75,15 +74,9 @@ class Decode {
   // A thread's working memory: what tiles of one head share, and one tile; 16 KiB of it are `kept` at 32 rows of K=128.
   struct alignas(64) Scratch {
     float kept[tile_v * K];
-    float v[tile_v], u[tile_v], sk[tile_v], sq[tile_v], o[tile_v];
+    float v[tile_v], u[tile_v], o[tile_v];
     float q[MAX_TOKENS][K], k[MAX_TOKENS][K];
     Keys keys[MAX_TOKENS];
-  };
-
-  // A tile of the state in memory: its rows in flight lie `stride` apart (k_last: rows of V; v_last: keys). None where `first` is null.
-  struct Tile {
-    State* first = nullptr;
-    int64_t stride = 0;
   };
 
   // A step's factors of the contraction index: those of a lot of keys, or of one key.
@@ -94,73 +87,107 @@ class Decode {
     return r;
   }
 
-  // The place of group i of the chunk at `row`, at a step.
+  // The place of group i of the chunk at `row`, at a step. `stride` is V (v_last; a kept tile: tile_v): k_last's offsets are constants, one register
+  // a tile, where a stride of their own for each had GCC shuffle dozens of pointers (1.1 to 0.8 us a head, AMD EPYC).
   template <class E>
   static E* place(E* tile, int64_t stride, int row, int step, int i) {
-    if constexpr (k_last) return tile + (row + i) * stride + step * lot;
+    if constexpr (k_last) return tile + row * K + step * lot + i * K;
     return tile + step * stride + row + i * lot;
   }
 
+  // What the rows in flight have of one sum each. v_last: a number a lane. k_last: partial sums over the keys, of both parts of a lot.
+  static constexpr int sum_parts = k_last ? 1 : parts;
+  struct Sum {
+    F part[sum_parts];
+  };
+
   // A pass over one chunk of a tile `from` memory or kept: applies the `last` token's decay and u, sums the `next` token's dots, keeps the rows in
-  // fp32, stores them to `one` and `two`, fetches the chunk of the tile `ahead` into the cache.
+  // fp32, stores them as the state after a token to `passing` and as the last to `final`, fetches the chunk of the tile `ahead` into the cache.
   template <bool update, bool dots, class From>
-  __attribute__((noinline)) static void sweep(const Keys* last, const Keys* next, const From* from, int64_t stride, float* keep, Tile one, Tile two, Tile ahead,
-                                              int row, Scratch& w) {
-    P u[ilp], k_sum[ilp] = {}, q_sum[ilp] = {};
-    if constexpr (update) {
-#pragma GCC unroll 8
-      for (int i = 0; i < ilp; i++) {
-        if constexpr (!k_last) u[i] = load_pack<State, vec>(w.u + row + i * lot);
-        else for (F& x : u[i].part) x = splat<vec>(w.u[row + i]);
-      }
-    }
+  __attribute__((always_inline)) static void sweep(const Keys& last, const P (&u)[ilp], const Keys& next, Sum (&sk)[ilp], Sum (&sq)[ilp], const From* from,
+                                                   int64_t from_stride, float* keep, State* passing, State* final, State* ahead, int64_t stride, int row) {
     for (int step = 0; step < steps; step++) {
       P decay, k, kd, qd, s[ilp];
-      if constexpr (update) decay = factor(last->decay, step), k = factor(last->k, step);
-      if constexpr (dots) kd = factor(next->kd, step), qd = factor(next->qd, step);
+      if constexpr (update) decay = factor(last.decay, step), k = factor(last.k, step);
+      if constexpr (dots) kd = factor(next.kd, step), qd = factor(next.qd, step);
 #pragma GCC unroll 8
       for (int i = 0; i < ilp; i++) {
-        s[i] = load_pack<State, vec>(place(from, stride, row, step, i));
+        s[i] = load_pack<State, vec>(place(from, from_stride, row, step, i));
+#pragma GCC unroll 2
         for (int p = 0; p < parts; p++) {
           if constexpr (update) s[i].part[p] = s[i].part[p] * decay.part[p] + u[i].part[p] * k.part[p];
-          if constexpr (dots) k_sum[i].part[p] += s[i].part[p] * kd.part[p], q_sum[i].part[p] += s[i].part[p] * qd.part[p];
+          if constexpr (dots) {
+            sk[i].part[p % sum_parts] += s[i].part[p] * kd.part[p];
+            sq[i].part[p % sum_parts] += s[i].part[p] * qd.part[p];
+          }
         }
       }
-      if (ahead.first && step % steps_a_line == 0) {
+      if (ahead && step % steps_a_line == 0) {
 #pragma GCC unroll 8
-        for (int i = 0; i < ilp; i += groups_a_line) __builtin_prefetch(place(ahead.first, ahead.stride, row, step, i));
+        for (int i = 0; i < ilp; i += groups_a_line) __builtin_prefetch(place(ahead, stride, row, step, i));
       }
       if (dots && keep) {
 #pragma GCC unroll 8
-        for (int i = 0; i < ilp; i++) store_pack<State, vec>(place(keep, kept_stride, row, step, i), s[i]);
+        for (int i = 0; i < ilp; i++) store_pack<State, vec>(place(keep, tile_v, row, step, i), s[i]);
       }
-      if (update && one.first) {
+      if constexpr (update) {
+        if (!dots || passing) {
+          decltype(rounded(s[0])) raw[ilp];
 #pragma GCC unroll 8
-        for (int i = 0; i < ilp; i++) store_pack<State, vec>(place(one.first, one.stride, row, step, i), s[i]);
-      }
-      if (update && two.first) {
+          for (int i = 0; i < ilp; i++) raw[i] = rounded(s[i]);
+          if (passing) {
 #pragma GCC unroll 8
-        for (int i = 0; i < ilp; i++) store_pack<State, vec>(place(two.first, two.stride, row, step, i), s[i]);
-      }
-    }
-    if constexpr (dots && k_last) {
-#pragma GCC unroll 4
-      for (int i = 0; i < ilp; i += 2) {
-        const int j = ilp > 1 ? i + 1 : i;
-        Floats<4> s = sums<vec>(total(k_sum[i]), total(q_sum[i]), total(k_sum[j]), total(q_sum[j]));
-        w.sk[row + i] = s[0], w.sk[row + j] = s[1], w.sq[row + i] = s[2], w.sq[row + j] = s[3];
-      }
-    } else if constexpr (dots) {
+            for (int i = 0; i < ilp; i++) {
+              if (Setting::around) store_around(place(passing, stride, row, step, i), raw[i]);
+              else store_raw(place(passing, stride, row, step, i), raw[i]);
+            }
+          }
+          if (final) {
 #pragma GCC unroll 8
-      for (int i = 0; i < ilp; i++) store_pack(w.sk + row + i * lot, k_sum[i]), store_pack(w.sq + row + i * lot, q_sum[i]);
+            for (int i = 0; i < ilp; i++) store_raw(place(final, stride, row, step, i), raw[i]);
+          }
+        }
+      }
     }
   }
   static constexpr int bytes = lot * sizeof(State), steps_a_line = k_last && bytes < 64 ? 64 / bytes : 1, groups_a_line = !k_last && bytes < 64 ? 64 / bytes : 1;
 
-  static F total(const P& x) {
-    F r = x.part[0];
-    if constexpr (parts == 2) r += x.part[1];
-    return r;
+  // u and the output of a chunk, from its dots: u <- beta (v - S k), o <- S q + u (k.q). u stays in registers and is stored for the next token's pass.
+  __attribute__((always_inline)) static void finish(const Keys& keys, const Sum (&sk)[ilp], const Sum (&sq)[ilp], P (&u)[ilp], int row, Scratch& w) {
+    if constexpr (k_last) {
+#pragma GCC unroll 4
+      for (int i = 0; i < ilp; i += 2) {
+        const int pair = ilp > 1 ? 2 : 1, j = i + pair - 1;
+        const Floats<4> s = sums<vec>(sk[i].part[0], sq[i].part[0], sk[j].part[0], sq[j].part[0]);
+#pragma GCC unroll 2
+        for (int l = 0; l < pair; l++) {
+          const float x = keys.beta * (w.v[row + i + l] - s[l]);
+          w.u[row + i + l] = x;
+          w.o[row + i + l] = s[2 + l] + x * keys.kq;
+          for (F& part : u[i + l].part) part = splat<vec>(x);
+        }
+      }
+    } else {
+#pragma GCC unroll 8
+      for (int i = 0; i < ilp; i++) {
+#pragma GCC unroll 2
+        for (int p = 0; p < parts; p++) {
+          const int r = row + i * lot + p * vec;
+          u[i].part[p] = keys.beta * (load<vec>(w.v + r) - sk[i].part[p]);
+          store<vec>(w.u + r, u[i].part[p]);
+          store<vec>(w.o + r, sq[i].part[p] + u[i].part[p] * keys.kq);
+        }
+      }
+    }
+  }
+
+  // u of a chunk as the last token's `finish` stored it.
+  __attribute__((always_inline)) static void recall(P (&u)[ilp], int row, const Scratch& w) {
+#pragma GCC unroll 8
+    for (int i = 0; i < ilp; i++) {
+      if constexpr (!k_last) u[i] = load_pack<State, vec>(w.u + row + i * lot);
+      else for (F& part : u[i].part) part = splat<vec>(w.u[row + i]);
+    }
   }
 
   // n floats from n elements of any dtype, `stride` elements apart.
@@ -256,7 +283,8 @@ class Decode {
     }
   }
 
-  static bool names_slot(const Call& c, int64_t index, int64_t slots) { return index >= 0 && index < slots && index != c.null_index; }
+  static bool inside(int64_t index, int64_t size) { return index >= 0 && index < size; }
+  static int64_t named(const Call& c, int64_t index, int64_t size) { return inside(index, size) && index != c.null_index ? index : -1; }
 
   static Request request(const Call& c, int64_t n) {
     Request r{n, 0, int(c.T), n, -1, -1};
@@ -275,82 +303,112 @@ class Decode {
       const int64_t columns = c.slot.size[1];
       int64_t start = c.accepted.given ? c.accepted.index(n) : 1;
       start = start < 1 ? 1 : start > columns ? columns : start;
-      r.read = c.slot.index(n, start - 1);
+      r.read = named(c, c.slot.index(n, start - 1), slots);
     } else if (c.read.given) {
-      r.read = c.read.index(n);
+      r.read = named(c, c.read.index(n), slots);
     }
-    if (!names_slot(c, r.read, slots)) r.read = -1;
-    if (Setting::writes == Writes::by_row) r.write = n;
-    if (c.write.given) r.write = c.write.index(n);
-    if (!names_slot(c, r.write, slots)) r.write = -1;
-    if (c.intermediate.given) {
-      r.row = c.slot.given ? c.slot.index(n) : n;
-      if (!names_slot(c, r.row, c.intermediate.size[0])) r.row = -1;
-    }
+    if (c.write.given) r.write = named(c, c.write.index(n), slots);
+    else if (Setting::writes == Writes::by_row) r.write = n;
+    if (c.intermediate.given) r.row = c.slot.given ? named(c, c.slot.index(n), c.intermediate.size[0]) : n;
     return r;
   }
 
-  static Tile tile(const Tensor& t, char* head, int64_t row) {
-    const int64_t stride = t.stride[t.rank - 2];
-    return {reinterpret_cast<State*>(head) + (k_last ? row * stride : row), stride};
-  }
+  static State* tile(char* head, int64_t row) { return reinterpret_cast<State*>(head) + (k_last ? row * K : row); }
 
   // Where the state after token t goes, beside the final one.
-  static Tile between(const Call& c, const Request& r, int64_t n, int64_t hv, int64_t row, int t) {
+  static State* between(const Call& c, const Request& r, int64_t n, int64_t hv, int64_t row, int t) {
     if (c.slots) {
-      const int64_t slot = t < c.slot.size[1] ? c.slot.index(n, t) : -1;
-      if (names_slot(c, slot, c.state.size[0])) return tile(c.state, c.state.at(slot, hv), row);
+      const int64_t slot = t < c.slot.size[1] ? named(c, c.slot.index(n, t), c.state.size[0]) : -1;
+      if (slot >= 0) return tile(c.state.at(slot, hv), row);
     } else if (r.row >= 0 && t < c.intermediate.size[1]) {
-      return tile(c.intermediate, c.intermediate.at(r.row, t, hv), row);
+      return tile(c.intermediate.at(r.row, t, hv), row);
     }
-    return {};
+    return nullptr;
   }
 
-  static void task(const Call& c, const Request& r, int64_t n, int64_t hv, int64_t row, Tile ahead, Scratch& w) {
+  static void task(const Call& c, const Request& r, int64_t n, int64_t hv, int64_t row, State* ahead, Scratch& w) {
     const int end = r.tokens - 1;
-    const Tile nowhere, from = tile(c.state, c.state.at(r.read, hv), row);
-    const Tile one = between(c, r, n, hv, row, end), two = r.write < 0 ? nowhere : tile(c.state, c.state.at(r.write, hv), row);
-    const bool stores = one.first || two.first;
+    const State* from = tile(c.state.at(r.read, hv), row);
+    State *passing = between(c, r, n, hv, row, end), *final = r.write < 0 ? nullptr : tile(c.state.at(r.write, hv), row);
+    if (passing == final) passing = nullptr;
+    const bool stores = passing || final;
     for (int t = 0; t <= end; t++) {
       read(c.v, c.v.at(r.batch, r.first + t, hv) + row * c.v.bytes(), 1, tile_v, w.v);
       if (!k_last) arrange<State, vec>(w.v, tile_v);
-      const Keys *last = w.keys + t - 1, *next = w.keys + t;
-      const Tile kept = t == 0 ? nowhere : between(c, r, n, hv, row, t - 1), fetched = t == end && !stores ? ahead : nowhere;
-      for (int i = 0; i < tile_v; i += chunk) {
-        if (t == 0) sweep<false, true, State>(nullptr, next, from.first, from.stride, end ? w.kept : nullptr, nowhere, nowhere, fetched, i, w);
-        else sweep<true, true, float>(last, next, w.kept, kept_stride, w.kept, kept, nowhere, fetched, i, w);
-        finish(*next, i, w);
-        // With one token the chunk is still in L1: nothing is kept.
-        if (end == 0 && stores) sweep<true, false, State>(next, nullptr, from.first, from.stride, nullptr, one, two, ahead, i, w);
-      }
+      if (end == 0) only_token(w.keys[0], from, passing, final, ahead, c.V, w);
+      else if (t == 0) first_token(w.keys[0], from, c.V, w);
+      else next_token(w.keys[t - 1], w.keys[t], between(c, r, n, hv, row, t - 1), stores || t < end ? nullptr : ahead, c.V, w);
       if (!k_last) arrange<State, vec>(w.o, tile_v, true);
       write(c.output, c.output.at(r.batch, r.first + t, hv) + row * c.output.bytes(), w.o, tile_v);
     }
-    if (end > 0 && stores) {
-      for (int i = 0; i < tile_v; i += chunk) sweep<true, false, float>(w.keys + end, nullptr, w.kept, kept_stride, nullptr, one, two, ahead, i, w);
+    if (end > 0 && stores) after_tokens(w.keys[end], passing, final, ahead, c.V, w);
+  }
+
+  // One token: no tile is kept, a chunk is read twice, from memory and from L1. The stores lag a chunk behind, so that the next chunk's dots run
+  // while the sums over lanes, and u, are on their way: 2.0 to 1.1 us a head (bf16, ilp 2, AMD EPYC).
+  __attribute__((noinline)) static void only_token(const Keys& keys, const State* from, State* passing, State* final, State* ahead, int64_t stride, Scratch& w) {
+    const bool stores = passing || final;
+    for (int row = 0; row <= tile_v; row += chunk) {
+      P u[ilp];
+      Sum sk[ilp] = {}, sq[ilp] = {};
+      if (row < tile_v) {
+        sweep<false, true>(keys, u, keys, sk, sq, from, stride, nullptr, nullptr, nullptr, stores ? nullptr : ahead, stride, row);
+        finish(keys, sk, sq, u, row, w);
+      }
+      if (row > 0 && stores) {
+        recall(u, row - chunk, w);
+        sweep<true, false>(keys, u, keys, sk, sq, from, stride, nullptr, passing, final, ahead, stride, row - chunk);
+      }
     }
   }
 
+  __attribute__((noinline)) static void first_token(const Keys& next, const State* from, int64_t stride, Scratch& w) {
+    for (int row = 0; row < tile_v; row += chunk) {
+      P u[ilp];
+      Sum sk[ilp] = {}, sq[ilp] = {};
+      sweep<false, true>(next, u, next, sk, sq, from, stride, w.kept, nullptr, nullptr, nullptr, 0, row);
+      finish(next, sk, sq, u, row, w);
+    }
+  }
+
+  __attribute__((noinline)) static void next_token(const Keys& last, const Keys& next, State* passing, State* ahead, int64_t stride, Scratch& w) {
+    for (int row = 0; row < tile_v; row += chunk) {
+      P u[ilp];
+      Sum sk[ilp] = {}, sq[ilp] = {};
+      recall(u, row, w);
+      sweep<true, true, float>(last, u, next, sk, sq, w.kept, tile_v, w.kept, passing, nullptr, ahead, stride, row);
+      finish(next, sk, sq, u, row, w);
+    }
+  }
+
+  __attribute__((noinline)) static void after_tokens(const Keys& last, State* passing, State* final, State* ahead, int64_t stride, Scratch& w) {
+    for (int row = 0; row < tile_v; row += chunk) {
+      P u[ilp];
+      Sum sk[ilp] = {}, sq[ilp] = {};
+      recall(u, row, w);
+      sweep<true, false, float>(last, u, last, sk, sq, w.kept, tile_v, nullptr, passing, final, ahead, stride, row);
+    }
+  }
+
+  // A ragged request of no tokens: its start state is its final one.
+  static void carry(const Call& c, const Request& r, int64_t hv, int64_t row) {
+    if (r.write < 0 || r.write == r.read) return;
+    const State* from = tile(c.state.at(r.read, hv), row);
+    State* to = tile(c.state.at(r.write, hv), row);
+    const int64_t lines = k_last ? 1 : K, size = k_last ? tile_v * K : tile_v, stride = k_last ? 0 : c.V;
+    for (int64_t i = 0; i < lines; i++) memcpy(to + i * stride, from + i * stride, size * sizeof(State));
+  }
+
+  // Padding: its output rows are zero.
   static void pad(const Call& c, const Request& r, int64_t hv, int64_t row, Scratch& w) {
     for (float& x : w.o) x = 0.0f;
     for (int t = 0; t < r.tokens; t++) write(c.output, c.output.at(r.batch, r.first + t, hv) + row * c.output.bytes(), w.o, tile_v);
   }
 
-  // u and the output rows of a chunk, from its dots.
-  static void finish(const Keys& keys, int row, Scratch& w) {
-    constexpr int n = chunk % vec ? chunk : vec;
-#pragma GCC unroll 8
-    for (int i = row; i < row + chunk; i += n) {
-      if constexpr (n == vec || n == 4) {
-        Floats<n> u = keys.beta * (load<n>(w.v + i) - load<n>(w.sk + i));
-        store<n>(w.u + i, u);
-        store<n>(w.o + i, load<n>(w.sq + i) + u * keys.kq);
-      } else {
-        for (int j = i; j < i + n; j++) {
-          w.u[j] = keys.beta * (w.v[j] - w.sk[j]);
-          w.o[j] = w.sq[j] + w.u[j] * keys.kq;
-        }
-      }
+  static void whole_heads(const Tensor& t, const char* name, int64_t V) {
+    const int64_t given = t.stride[t.rank - 2], accepted = k_last ? K : V;
+    if (given != accepted && t.size[t.rank - 2] > 1) {
+      refuse("ValueError", "%s: rows %lld elements apart were given, accepted is %lld: each head contiguous", name, (long long)given, (long long)accepted);
     }
   }
 
@@ -361,6 +419,7 @@ class Decode {
     int64_t keys = K, batch = -1, slots = -1, any = -1;
     c.T = c.H = c.HV = c.V = -1;
     c.state = given.tensor(STATE, type_in_memory<State>, k_last ? "[slots, HV, V, K]" : "[slots, HV, K, V]", {&slots, &c.HV, k_last ? &c.V : &keys, k_last ? &keys : &c.V}, true);
+    whole_heads(c.state, "state", c.V);
     c.q = given.tensor(Q, floating, "[B, T, H, K]", {&batch, &c.T, &c.H, &keys}, true);
     c.k = given.tensor(KEY, floating, "[B, T, H, K]", {&batch, &c.T, &c.H, &keys}, true);
     c.v = given.tensor(VALUE, floating, "[B, T, HV, V]", {&batch, &c.T, &c.HV, &c.V}, true);
@@ -390,6 +449,7 @@ class Decode {
     if (!given.is_none(INTERMEDIATE)) {
       c.intermediate = given.tensor(INTERMEDIATE, type_in_memory<State>, k_last ? "[rows, steps, HV, V, K]" : "[rows, steps, HV, K, V]",
                                     {nullptr, nullptr, &c.HV, k_last ? &c.V : &keys, k_last ? &keys : &c.V}, true);
+      whole_heads(c.intermediate, "intermediate", c.V);
       if (!c.ragged && c.intermediate.size[1] < c.T) refuse("ValueError", "intermediate: %lld steps were given, accepted is T=%lld or more", (long long)c.intermediate.size[1], (long long)c.T);
       if (!given.is_none(SLOT)) c.slot = given.tensor(SLOT, int32, "[B]", {&c.N});
       else if (c.intermediate.size[0] < c.N) refuse("ValueError", "intermediate: %lld rows were given, accepted is B=%lld or more", (long long)c.intermediate.size[0], (long long)c.N);
@@ -432,7 +492,7 @@ class Decode {
       Request r{}, after{};
       int64_t n = -1, head = -1, value_head = -1, after_n = -1;
       // Contiguous shares: neighbours share a request's q and k, which are prepared again only where they change.
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
       for (int64_t i = 0; i < tasks; i++) {
         const int64_t hv = i / tiles % c.HV, row = i % tiles * tile_v;
         if (n != i / tiles / c.HV) {
@@ -441,7 +501,9 @@ class Decode {
         }
         if (r.read < 0) {
           pad(c, r, hv, row, w);
-        } else if (r.tokens) {
+        } else if (r.tokens == 0) {
+          carry(c, r, hv, row);
+        } else {
           if (head != n * c.H + hv / shared) {
             head = n * c.H + hv / shared;
             prepare_head(c, r, hv / shared, w);
@@ -450,18 +512,19 @@ class Decode {
             value_head = n * c.HV + hv;
             prepare_gates(c, r, hv / shared, hv, w);
           }
-          Tile ahead;
+          State* ahead = nullptr;
           if (Setting::ahead && i + 1 < tasks) {
             const int64_t next = (i + 1) / tiles;
             if (after_n != next / c.HV) {
               after_n = next / c.HV;
               after = request(c, after_n);
             }
-            if (after.read >= 0) ahead = tile(c.state, c.state.at(after.read, next % c.HV), (i + 1) % tiles * tile_v);
+            if (after.read >= 0) ahead = tile(c.state.at(after.read, next % c.HV), (i + 1) % tiles * tile_v);
           }
           task(c, r, n, hv, row, ahead, w);
         }
       }
+      if (Setting::around) settle();
     }
   }
 

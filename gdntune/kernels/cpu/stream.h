@@ -33,6 +33,7 @@ class Stream {
     }
   }
 
+  template <bool around>
   static void copy(const State* from, State* to, int64_t count, float factor, const State* ahead) {
     walk(count, [=](int64_t i, auto n) {
       P s[n.value];
@@ -42,7 +43,8 @@ class Stream {
 #pragma GCC unroll 8
       for (int j = 0; j < n.value; j++) {
         for (auto& x : s[j].part) x *= factor;
-        store_pack<State, vec>(to + i + j * P::size, s[j]);
+        if (around) store_around(to + i + j * P::size, rounded(s[j]));
+        else store_raw(to + i + j * P::size, rounded(s[j]));
       }
     });
   }
@@ -75,14 +77,20 @@ class Stream {
       if (n % 32) refuse("ValueError", "state: n=%lld was given, accepted are multiples of 32", (long long)n);
       const int64_t steps = buffer.given ? buffer.size[1] : 0, blocks = (n + block - 1) / block, tasks = slots * blocks;
       float sum = 0;
-#pragma omp parallel for schedule(static) reduction(+ : sum)
-      for (int64_t i = 0; i < tasks; i++) {
-        const int64_t slot = i / blocks, first = i % blocks * block, size = n - first < block ? n - first : block;
-        State* s = reinterpret_cast<State*>(state.at(slot)) + first;
-        const State* ahead = i + 1 < tasks ? reinterpret_cast<State*>(state.at((i + 1) / blocks)) + (i + 1) % blocks * block : nullptr;
-        for (int64_t t = 0; t < steps; t++) copy(s, reinterpret_cast<State*>(buffer.at(slot, t)) + first, size, factor, t ? nullptr : ahead);
-        if (Setting::write) copy(s, s, size, factor, steps ? nullptr : ahead);
-        if (!Setting::write && !steps) sum += total(s, size, ahead);
+#pragma omp parallel reduction(+ : sum)
+      {
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < tasks; i++) {
+          const int64_t slot = i / blocks, first = i % blocks * block, size = n - first < block ? n - first : block;
+          State* s = reinterpret_cast<State*>(state.at(slot)) + first;
+          const State* ahead = i + 1 < tasks ? reinterpret_cast<State*>(state.at((i + 1) / blocks)) + (i + 1) % blocks * block : nullptr;
+          for (int64_t t = 0; t < steps; t++) {
+            copy<Setting::around>(s, reinterpret_cast<State*>(buffer.at(slot, t)) + first, size, factor, t ? nullptr : ahead);
+          }
+          if (Setting::write) copy<false>(s, s, size, factor, steps ? nullptr : ahead);
+          if (!Setting::write && !steps) sum += total(s, size, ahead);
+        }
+        if (Setting::around) settle();
       }
       if (!Setting::write && !steps) *reinterpret_cast<float*>(sink.data) = sum;
     });

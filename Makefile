@@ -1,0 +1,45 @@
+# Set-up and the two commands of this project. Everything lands in .venv and results; no GPU is needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONFIG ?= configs/quickstart.yaml
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Every install passes the constraints: without them pip may take another build of torch.
+INSTALL := $(PIP) install -c constraints.txt
+CHANGES := pyproject.toml constraints.txt
+
+.PHONY: help sweep test lint types clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+sweep: $(VENV)/installed ## set up, then compile, check and time the quickstart config; writes results/ and prints the report
+	$(BIN)/gdntune sweep $(CONFIG)
+
+test: lint types ## set up, then lint, types and tests; what CI runs
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-test ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed-test ## mypy
+	$(BIN)/mypy
+
+clean: ## remove the environment, caches and build outputs, but no results
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(CHANGES) | $(BIN)/python
+	@echo "setting up $(VENV): about a minute, 2 GB"
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/installed-test: $(CHANGES) | $(BIN)/python
+	@echo "setting up $(VENV) with the tests' tools: about a minute, 2 GB"
+	$(INSTALL) -e '.[test,dev]'
+	@touch $(VENV)/installed $@

@@ -1,0 +1,50 @@
+"""What all tests share: caches of their own, and `gpu` tests only where there is a GPU."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+_FOLDERS = pytest.StashKey[Path]()
+_DESELECTED = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled objects and tables of the user have no part in a test, and a test leaves none behind."""
+    folder = Path(tempfile.mkdtemp(prefix="gdntune-tests-"))
+    config.stash[_FOLDERS] = folder
+    # GDNTUNE_TEST_CACHE keeps compiled objects from one run to the next, for whoever runs the tests many times.
+    os.environ["GDNTUNE_CACHE_DIR"] = os.environ.get("GDNTUNE_TEST_CACHE") or str(folder / "cache")
+    os.environ["XDG_DATA_HOME"] = str(folder / "data")
+    os.environ["TVM_FFI_CACHE_DIR"] = str(folder / "tvm-ffi")
+    for name in ("GDNTUNE_TABLE", "GDNTUNE_CHECK"):
+        os.environ.pop(name, None)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Removes the caches."""
+    if folder := config.stash.get(_FOLDERS, None):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects what needs a GPU where there is none; the closing summary says how many."""
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    if needing and not _has_gpu():
+        config.hook.pytest_deselected(items=needing)
+        config.stash[_DESELECTED] = len(needing)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Nobody should take these tests for passed."""
+    if n := config.stash.get(_DESELECTED, 0):
+        terminalreporter.write_line(f"{n} gpu tests were left out: no CUDA device is here")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

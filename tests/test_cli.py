@@ -1,0 +1,395 @@
+"""gdntune/cli.py: every command has help, wrong use is one message and exit code 2, and the main job runs whole."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import synthetic
+import typer.main
+import yaml
+from typer.testing import CliRunner
+
+from gdntune import __version__, arch, cupti_records, report, search, table
+from gdntune.arch import target
+from gdntune.cli import app
+from gdntune.errors import ToolMissing
+from gdntune.progress import Lines
+
+ROOT = Path(__file__).parent.parent
+TINY = {
+    "name": "tiny",
+    "device": "cpu",
+    "model": {"H": 2, "HV": 4, "K": 128, "V": 128},
+    "batch": [1, 8],
+    "contracts": [{"op": "gdn_decode", "state_dtype": "fp32"}],
+    "policy": {"timer": "auto", "l2": "warm"},
+    "search": {"screen_rounds": 2, "keep": 2, "final_rounds": 5, "max_cell_seconds": 2},
+}
+
+
+def commands(command=None, path=()):
+    """Every command of the line and its path, groups included."""
+    command = command or typer.main.get_command(app)
+    yield path, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*path, name))
+
+
+def run(*arguments, **options):
+    """The command line, in this process."""
+    return CliRunner().invoke(app, [str(a) for a in arguments], **options)
+
+
+def spawn(*arguments, **environment):
+    """The command line in a process of its own, by this Python's path, with no environment activated."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "gdntune", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+        timeout=120,
+    )
+
+
+def config(folder, **changes):
+    """A file of the tiny config with some keys changed."""
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**TINY, **changes}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A made-up sweep's folder."""
+    header = synthetic.run()
+    return synthetic.write(tmp_path_factory.mktemp("sweep"), header, synthetic.records(header))
+
+
+def refused(result, *parts):
+    """Whether a run ended with one message that says all `parts`, without a traceback, and exit code 2."""
+    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("gdntune: ")
+    for part in parts:
+        assert part in result.stderr
+    return True
+
+
+# -- help
+
+
+@pytest.mark.parametrize("path", [path for path, _ in commands()], ids=lambda p: " ".join(p) or "gdntune")
+def test_every_command_has_help(path):
+    """Each command says what it does, and each of its options and arguments what it is for."""
+    command = dict(commands())[path]
+    assert command.help, path
+    assert [p.name for p in command.params if not getattr(p, "help", None)] == []
+    shown = run(*path, "--help")
+    assert shown.exit_code == 0
+    assert "Usage" in shown.output
+
+
+def test_commands():
+    """The commands are those that the README and the design name, and each stands in the README."""
+    names = {" ".join(path) for path, command in commands() if path and not getattr(command, "commands", None)}
+    assert names == {"sweep", "compile", "report", "explain", "doctor", "table show", "table validate"}
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in names if f"gdntune {name}" not in readme] == []
+
+
+def test_version():
+    """--version prints the version and nothing else."""
+    assert run("--version").output == f"{__version__}\n"
+
+
+# -- wrong use
+
+
+@pytest.mark.parametrize(
+    "changes, parts",
+    [
+        ({"batchs": [1]}, ["$ has the unknown key `batchs`", "did you mean `batch`"]),
+        ({"batch": "many"}, ["$.batch", "many", "a list"]),
+        ({"tokens": [0]}, ["$.tokens[0]", "is 0"]),
+        ({"model": {"H": 4, "HV": 6}}, ["$.model.HV", "not a multiple of H=4"]),
+        ({"device": "tpu"}, ["$.device", "auto, cpu, cuda"]),
+    ],
+    ids=["unknown key", "wrong type", "T=0", "HV not a multiple of H", "unknown device"],
+)
+@pytest.mark.parametrize("command", ["sweep", "compile"])
+def test_malformed_config(tmp_path, monkeypatch, command, changes, parts):
+    """A malformed config is one message with file, path, value and what is accepted; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    path = config(tmp_path, **changes)
+    extra = ("--arch", "cpu") if command == "compile" else ()
+    assert refused(run(command, path, *extra), str(path), *parts)
+    assert [p.name for p in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+@pytest.mark.parametrize("name", ["nothing.yaml", "nothing", "configs"])
+def test_config_that_is_not_there(tmp_path, monkeypatch, name):
+    """A config that is no file is refused with what is accepted."""
+    monkeypatch.chdir(tmp_path)
+    assert refused(run("sweep", name), name, "accepted")
+
+
+def test_shipped_configs_go_by_name(monkeypatch):
+    """`gdntune sweep quickstart` is the shipped config, wherever one stands."""
+    seen = {}
+    monkeypatch.setattr(
+        search, "sweep", lambda config, folder, **_: seen.update(name=config.name, folder=folder) or 1 / 0
+    )
+    assert isinstance(run("sweep", "quickstart", "--device", "cpu").exception, ZeroDivisionError)
+    assert seen == {"name": "quickstart", "folder": Path("results/quickstart")}
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"schema": "gdntune.table/2"}'], ids=["empty", "torn", "list", "version"]
+)
+def test_malformed_table(tmp_path, content):
+    """A malformed table: `table validate` finds it, the others refuse it."""
+    path = tmp_path / "t.json"
+    path.write_text(content)
+    assert refused(run("table", "show", path), str(path))
+    assert refused(run("explain", "--table", path, "--work-units", 8), str(path))
+    found = run("table", "validate", path)
+    assert (found.exit_code, found.stderr) == (1, "")
+    assert found.stdout.startswith(str(path))
+
+
+def test_malformed_journal(tmp_path):
+    """A journal with a broken line is refused with the line's number."""
+    header = synthetic.run()
+    folder = synthetic.write(tmp_path, header, synthetic.records(header))
+    lines = (folder / "journal.jsonl").read_text().splitlines()
+    (folder / "journal.jsonl").write_text("\n".join([*lines[:3], '{"kind": "trial"', *lines[3:], ""]))
+    assert refused(run("report", folder), "line 4")
+
+
+@pytest.mark.parametrize(
+    "arguments, part",
+    [
+        (["explain", "--B", "4"], "--work-units N, or --B and --HV"),
+        (["explain", "--work-units", "8", "--B", "4"], "give one or the other"),
+        (["explain", "--work-units", "0", "--device", "cpu"], "integers from 1"),
+        (["explain", "--work-units", "8", "--tokens", "99"], "accepted are 1 to"),
+        (["explain", "--work-units", "8", "--gate", "softplus"], "accepted are raw, log"),
+        (["report", "/nowhere"], "accepted is a sweep's folder"),
+        (["compile", "quickstart", "--arch", "sm_1"], "sm_90a"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_wrong_arguments(arguments, part):
+    """What does not fit together is refused with what is accepted."""
+    assert refused(run(*arguments), part)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sweep"],
+        ["nothing"],
+        ["sweep", "quickstart", "--l2", "hot"],
+        ["compile", "quickstart"],
+        ["sweep", "quickstart", "--jobs", "0"],
+    ],
+)
+def test_wrong_options(arguments):
+    """An unknown command, a missing argument and a value that is not accepted exit with 2."""
+    assert run(*arguments).exit_code == 2
+
+
+def test_cuda_that_is_not_there(monkeypatch, tmp_path):
+    """A config for CUDA on a machine without it says what is missing and what to do."""
+    monkeypatch.setattr(
+        arch, "cuda_fault", lambda index=0: "no CUDA device: torch finds none; or use the CPU (device: cpu)"
+    )
+    assert refused(run("sweep", config(tmp_path, device="cuda"), "--out", tmp_path / "out"), "no CUDA device")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("timer, where", [("cupti", "cpu"), ("events", "cpu")])
+def test_a_timer_that_the_device_cannot_have(tmp_path, timer, where):
+    """CUPTI on a CPU is refused before anything is written."""
+    result = spawn("sweep", config(tmp_path), "--timer", timer, "--out", tmp_path / "out", "--device", where)
+    assert result.returncode == 2, result.stderr
+    assert "accepted are auto, cpu" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out" / "journal.jsonl").exists()
+
+
+def test_missing_cupti_permission(monkeypatch, tmp_path):
+    """Where CUPTI refuses, `--timer cupti` is one message with the remedy; `auto` times by events and says so."""
+    fault = "CUPTI cannot be used (INSUFFICIENT_PRIVILEGES); load the driver with NVreg_RestrictProfilingToAdminUsers=0"
+    device = target("sm_90a")
+    monkeypatch.setattr(arch, "detect", lambda kind="auto", index=0: device)
+    monkeypatch.setattr(cupti_records, "fault", lambda: fault)
+    header = synthetic.run(policy={"timer": "events", "l2": "cold-clean"})
+
+    def sweep(config, folder, *, device, policy, **_):
+        resolved, note = policy.resolve(device)
+        found = synthetic.records(header)
+        synthetic.write(folder, header, found)
+        return search.Outcome(table.load(folder / "table.json"), header, found, [note])
+
+    monkeypatch.setattr(search, "sweep", sweep)
+    assert refused(
+        run("sweep", "quickstart", "--timer", "cupti", "--out", tmp_path / "a"), "NVreg_Restrict", "--timer events"
+    )
+    assert not (tmp_path / "a").exists()
+    result = run("sweep", "quickstart", "--out", tmp_path / "b")
+    assert result.exit_code == 0, result.output
+    assert "timed by CUDA events" in result.stdout
+    assert "NVreg_RestrictProfilingToAdminUsers=0" in result.stdout
+
+
+def test_a_tool_that_is_missing(monkeypatch, tmp_path):
+    """What a sweep finds missing on its way is one message too."""
+
+    def sweep(*_, **__):
+        raise ToolMissing("no g++: apt install g++")
+
+    monkeypatch.setattr(search, "sweep", sweep)
+    assert refused(run("sweep", "quickstart", "--device", "cpu", "--out", tmp_path), "apt install g++")
+
+
+def test_interrupted(monkeypatch, tmp_path):
+    """Ctrl-C is no traceback, and says that the sweep can go on."""
+
+    def sweep(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search, "sweep", sweep)
+    result = run("sweep", "quickstart", "--device", "cpu", "--out", tmp_path)
+    assert result.exit_code == 130
+    assert "goes on there" in result.stderr
+
+
+# -- what commands print
+
+
+def test_report_forms(folder, tmp_path):
+    """Markdown and CSV to standard output or a file, the terminal's tables by default."""
+    made = report.report([folder])
+    assert run("report", folder, "--format", "md").stdout == made.markdown()
+    assert run("report", folder, "--format", "csv").stdout == made.csv()
+    assert "18 of 18 cells" in run("report", folder).stdout
+    for name, text in (("r.md", made.markdown()), ("r.csv", made.csv())):
+        assert run("report", folder, "--out", tmp_path / name).exit_code == 0
+        assert (tmp_path / name).read_text() == text
+    assert run("report", folder, "--out", tmp_path / "r.txt", "--format", "csv").exit_code == 0
+    assert refused(run("report", folder, "--out", tmp_path / "r.pdf"), "files of md and csv")
+
+
+def test_report_into_no_folder(folder):
+    """An --out that cannot be written is one message."""
+    assert refused(run("report", folder, "--out", "/proc/none/r.md"), "cannot be written")
+
+
+def test_table_show(folder):
+    """A table's rules, intervals and evidence; as JSON the table itself."""
+    path = folder / "table.json"
+    text = run("table", "show", path).stdout
+    assert "T=1: gdn_decode, bf16 state" in text
+    assert "1449 on" in text
+    assert "STALE: recurrent" in text
+    assert table.validate(run("table", "show", path, "--json").stdout.encode()) == table.load(path)
+
+
+def test_table_validate(folder, tmp_path):
+    """Valid tables exit with 0; one wrong one among them with 1; a missing file is wrong use."""
+    good, bad = folder / "table.json", tmp_path / "bad.json"
+    bad.write_text(good.read_text().replace('"from": 1449', '"from": 1450', 1))
+    assert run("table", "validate", good).exit_code == 0
+    result = run("table", "validate", good, bad, "--json")
+    assert result.exit_code == 1
+    first, second = json.loads(result.stdout)
+    assert (first["fault"], first["stale"]) == (None, ["recurrent"])
+    assert "leaves a gap" in second["fault"]
+    assert run("table", "validate", tmp_path / "none.json").exit_code == 2
+
+
+def test_explain_a_table(folder):
+    """A given table's choice and its reason, in words and as JSON."""
+    path = folder / "table.json"
+    said = json.loads(run("explain", "--table", path, "--B", 8, "--HV", 64, "--state-dtype", "fp32", "--json").stdout)
+    assert (said["variant"], said["match"], said["work_units"]) == (synthetic.VARIANTS[0].id, "exact", 512)
+    assert said["table"] == str(path)
+    text = run("explain", "--table", path, "--work-units", 5000, "--tokens", 3).stdout
+    assert synthetic.VARIANTS[2].id in text
+    assert "nearest rule, which differs in tokens" in text
+
+
+def test_doctor():
+    """The doctor's findings, in words and as JSON; the exit code says whether a sweep can run."""
+    result = run("doctor", "--json")
+    findings = json.loads(result.stdout)
+    assert result.exit_code == int(any(f["status"] == "hinders" for f in findings))
+    words = run("doctor")
+    assert words.exit_code == result.exit_code
+    assert all(f["name"] in words.stdout for f in findings)
+
+
+def test_progress_without_a_terminal(capsys):
+    """A stage is one line when it has ended, an empty one none."""
+    lines = Lines()
+    lines.start("compile", 2)
+    lines.step()
+    lines.step()
+    lines.end()
+    lines.start("check", 0)
+    lines.end()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("compile: 2 of 2 in ")
+    assert captured.err.count("\n") == 1
+
+
+# -- the main job
+
+
+def test_sweep_end_to_end(tmp_path):
+    """A tiny sweep on this CPU's real kernels, by `python -m gdntune`, unactivated and with no ninja on PATH."""
+    # Only the system's compiler is on PATH: a system's ninja must not hide that the environment's own is not found.
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("g++", "gcc", "as", "ld", "cc1plus", "collect2"):
+        if found := shutil.which(name):
+            (tools / name).symlink_to(found)
+    out = tmp_path / "out"
+    result = spawn("sweep", config(tmp_path), "--out", out, "--json", PATH=str(tools))
+    assert result.returncode == 0, result.stderr
+    said = json.loads(result.stdout)
+    assert (said["chosen"], said["cells"]) == (2, 2)
+    assert sorted(p.name for p in out.iterdir() if p.suffix in (".json", ".jsonl", ".md", ".csv")) == [
+        "journal.jsonl", "report.csv", "report.md", "table.json",
+    ]  # fmt: skip
+    assert "compile: " in result.stderr
+    frame = pd.read_csv(out / "report.csv")
+    assert set(frame[frame["chosen"]]["verified"]) == {"ok"}
+    assert "2 of 2 cells" in " ".join((out / "report.md").read_text().split())
+    assert run("table", "validate", out / "table.json").stdout == f"{out / 'table.json'}: valid\n"
+    # Again: nothing is left to do, and what is written is the same.
+    before = {p.name: p.read_bytes() for p in out.iterdir() if p.suffix in (".json", ".jsonl", ".md", ".csv")}
+    assert spawn("sweep", config(tmp_path), "--out", out).returncode == 0
+    assert {name: (out / name).read_bytes() for name in before} == before
+
+
+def test_no_compiler(tmp_path):
+    """Without g++ a sweep says so in one message that names the package, with exit code 2."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    out = tmp_path / "out"
+    result = spawn("sweep", config(tmp_path), "--out", out, PATH=str(empty), GDNTUNE_CACHE_DIR=str(tmp_path / "cache"))
+    assert result.returncode == 2, result.stderr
+    assert "g++" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (out / "table.json").exists()

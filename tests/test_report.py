@@ -1,0 +1,337 @@
+"""gdntune/report.py and render/: what journals become, in Markdown, CSV and the terminal."""
+
+import io
+import re
+
+import msgspec
+import pandas as pd
+import pytest
+import synthetic
+from rich.console import Console
+
+from gdntune import kernels
+from gdntune.arch import target
+from gdntune.errors import JournalError, TableError
+from gdntune.journal import Build, Cell, Check, Trial
+from gdntune.problem import Problem
+from gdntune.render.document import Grid
+from gdntune.render.markdown import markdown
+from gdntune.render.sections import geometric_mean, number
+from gdntune.render.terminal import shade
+from gdntune.report import COLUMNS, report
+
+FAILED = (
+    Build(
+        kernel="recurrent", variant="recurrent.tv9", object_key="x", status="failed", reason="tile_v=9 | no\nsuch tile"
+    ),
+    Build(
+        kernel="recurrent", variant="recurrent.tv7", object_key="y", status="failed", reason="tile_v=7 | no\nsuch tile"
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A sweep of 18 cells with two variants that did not compile."""
+    header = synthetic.run()
+    return synthetic.write(tmp_path_factory.mktemp("sweep"), header, synthetic.records(header, extra=FAILED))
+
+
+@pytest.fixture(scope="module")
+def made(folder):
+    """Its report."""
+    return report([folder])
+
+
+def terminal(made, **options):
+    """What is printed where there is no terminal."""
+    out = io.StringIO()
+    made.terminal(Console(file=out, width=100), **options)
+    return out.getvalue()
+
+
+def test_one_row_a_cell_and_implementation(made):
+    """Each variant of each cell has one row, its last stage's, beside one of the floor."""
+    f = made.frame
+    assert list(f.columns) == list(COLUMNS)
+    assert len(f) == 18 * 5
+    assert not f.duplicated(["op", "tokens", "state_dtype", "work_units", "variant"]).any()
+    assert f.groupby("stage").size().to_dict() == {"final": 18 * 3, "screen": 18 * 2}
+
+
+def test_numbers_follow_from_the_samples(made):
+    """Bandwidth, share of the peak and time over the floor agree with the row's own time and bytes."""
+    f = made.frame[made.frame["role"] == "decode"]
+    assert f["bandwidth_gb_s"].to_numpy() == pytest.approx(
+        (f["bytes_moved"] / f["median_us"] / 1e3).to_numpy(), abs=0.06
+    )
+    assert f["sol"].to_numpy() == pytest.approx((f["bytes_moved"] / f["median_us"] / 3352e3).to_numpy(), abs=1e-4)
+    assert f["over_floor"].to_numpy() == pytest.approx((f["median_us"] / f["floor_us"]).to_numpy(), abs=1e-4)
+    assert (f["over_floor"] >= 1).all()
+
+
+def test_the_table_chooses(made, folder):
+    """`chosen` marks one verified variant a cell: the one that the sweep's table names."""
+    chosen = made.frame[made.frame["chosen"]]
+    assert len(chosen) == 18
+    assert set(chosen["verified"]) == {"ok"}
+    assert set(chosen[chosen["B"] == 64]["variant"]) == {synthetic.VARIANTS[2].id}
+    assert set(chosen[chosen["B"] < 64]["variant"]) == {synthetic.VARIANTS[0].id}
+
+
+def test_a_foreign_table_is_not_believed(folder, tmp_path):
+    """A table.json of another journal is passed over, and that is said."""
+    header = synthetic.run()
+    other = synthetic.write(tmp_path / "a", header, synthetic.records(header, swap=1))
+    (other / "table.json").write_bytes((folder / "table.json").read_bytes())
+    made = report([other])
+    assert set(made.frame[made.frame["chosen"]]["variant"]) == {synthetic.VARIANTS[1].id, synthetic.VARIANTS[3].id}
+    assert "not of this journal" in made.markdown()
+
+
+def test_a_malformed_table_is_refused(folder, tmp_path):
+    """A table.json that is none is an error, not a silence."""
+    header = synthetic.run()
+    other = synthetic.write(tmp_path, header, synthetic.records(header))
+    (other / "table.json").write_text("{}")
+    with pytest.raises(TableError, match="table.json"):
+        report([other])
+
+
+def test_csv_round_trip(made):
+    """pandas reads the CSV back with the same dtypes and values, and there is no index column."""
+    back = pd.read_csv(io.StringIO(made.csv()))
+    pd.testing.assert_frame_equal(back, made.frame, check_exact=False, rtol=1e-12)
+    assert (back.dtypes == made.frame.dtypes).all()
+    assert made.csv().startswith("run,device,")
+
+
+def test_same_journal_same_bytes(folder, made):
+    """A second report of the same journal is the same to the byte, in every form."""
+    again = report([folder])
+    assert again.markdown() == made.markdown()
+    assert again.csv() == made.csv()
+    assert terminal(again, details=True) == terminal(made, details=True)
+
+
+def test_markdown_begins_with_plain_words(made):
+    """The summary says how many cells, the time over the floor, and what failed, before any table."""
+    head = made.markdown().partition("\n## ")[0]
+    flat = " ".join(head.split())
+    assert "18 of 18 cells" in flat
+    worst = made.frame[made.frame["chosen"]]["over_floor"].max()
+    assert f"{worst:.3f} at worst" in flat
+    assert "7 objects compiled (2 failed)" in flat
+    assert "|" not in head.replace("\\|", "")
+
+
+def test_markdown_tables_are_narrow_and_whole(made):
+    """Every table line has at most 100 columns, its table's number of cells, and a header line."""
+    tables = re.findall(r"(?:^\|.*\|\n)+", made.markdown(), re.M)
+    assert len(tables) > 8
+    for t in tables:
+        lines = t.splitlines()
+        assert max(map(len, lines)) <= 100
+        assert re.fullmatch(r"\|( -+:? \|)+", lines[1])
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
+
+
+def test_sixteen_tokens_are_two_tables():
+    """A table of B x T with T=1..16 is split so that it stays narrow."""
+    header = synthetic.run()
+    cells = [
+        r
+        for t in range(1, 17)
+        for r in synthetic.cell(Problem(synthetic.contracts((t,), ("bf16",))[0], 512, 16, 64), header)
+    ]
+    checks = [
+        Check(contract=synthetic.contracts((t,), ("bf16",))[0], variant=v.id, status="ok")
+        for t in range(1, 17)
+        for v in synthetic.VARIANTS
+    ]
+    made = _report_of(header, [*checks, *cells])
+    grids = [
+        b for s in made.document.sections for b in s.blocks if isinstance(b, Grid) and b.caption.startswith("Time, us")
+    ]
+    assert [len(g.headers) for g in grids] == [10, 10]
+    assert max(map(len, re.findall(r"^\|.*", made.markdown(), re.M))) <= 100
+
+
+def test_long_cells_are_cut():
+    """A reason of a thousand letters does not widen a table."""
+    grid = Grid("", ("what", "reason"), (("build", "x" * 1000), ("check", "a word and " * 100)))
+    assert max(map(len, grid.fitted().rows[1])) < 100
+    assert all(len(row[0]) + len(row[1]) + 7 <= 100 for row in grid.fitted().rows)
+
+
+def test_failures_are_counted_by_reason(made):
+    """Two failures that differ in a number are one line with a count of 2; a bar in a reason does not end its cell."""
+    text = made.markdown()
+    assert re.search(r"^\| build, failed \| tile_v=9 \\\| no such tile +\| +2 \|$", text, re.M)
+    assert "`recurrent.tv9`" in text
+
+
+def test_failed_trials_stay_rows(tmp_path):
+    """A variant that crashed has a row with its reason and no time, and is not chosen."""
+    header = synthetic.run()
+    found = synthetic.records(header)
+    last = found.pop()
+    crash = Trial(
+        problem=last.problem, variant=synthetic.VARIANTS[2], stage="screen", status="crashed", reason="exit code -11"
+    )
+    made = _report_of(header, [*found, crash, last])
+    row = made.frame[made.frame["status"] == "crashed"].iloc[0]
+    assert (row["reason"], row["samples"], row["chosen"]) == ("exit code -11", 0, False)
+    assert pd.isna(row["median_us"])
+
+
+def test_times_beyond_the_dram_are_refused():
+    """Under cold-dirty a share above 100% is no result: the row says so, no such cell is chosen, and the summary counts it."""
+    header = synthetic.run(policy={"timer": "cupti", "l2": "cold-dirty"})
+    problem = Problem(synthetic.contracts()[0], 512, 16, 64)
+    checks = [Check(contract=problem.contract, variant=v.id, status="ok") for v in synthetic.VARIANTS]
+    made = _report_of(header, [*checks, *synthetic.cell(problem, header, slow=0.5)])
+    assert set(made.frame[made.frame["role"] == "decode"]["status"]) == {"impossible"}
+    assert not made.frame["chosen"].any()
+    assert "times were refused" in made.markdown()
+
+
+def test_times_beyond_the_dram_are_labelled():
+    """Under cold-clean a small working set may exceed 100% honestly: it is labelled L2-assisted."""
+    header = synthetic.run()
+    problem = Problem(synthetic.contracts()[0], 16, 16, 64)
+    checks = [Check(contract=problem.contract, variant=v.id, status="ok") for v in synthetic.VARIANTS]
+    made = _report_of(header, [*checks, *synthetic.cell(problem, header, slow=0.6)])
+    chosen = made.frame[made.frame["chosen"]].iloc[0]
+    assert chosen["sol"] > 1
+    assert chosen["bound"] == "L2-assisted"
+    assert f"{100 * chosen['sol']:.1f} c" in made.markdown()
+
+
+def test_the_default_rule_is_compared():
+    """Where the default rule's variant was timed, the speed-up over it is in the frame and in a table of its own."""
+    header = synthetic.run()
+    problem = Problem(synthetic.contracts()[0], 8, 16, 64)
+    default = kernels.default(problem.contract, problem.work_units, header.device)
+    checks = [Check(contract=problem.contract, variant=v.id, status="ok") for v in (*synthetic.VARIANTS, default)]
+    *trials, closing = synthetic.cell(problem, header)
+    best = min(sum(t.samples_us) / len(t.samples_us) for t in trials if t.role == "decode")
+    trials.append(Trial(problem=problem, variant=default, stage="final", status="ok", samples_us=[2 * best] * 20))
+    made = _report_of(header, [*checks, *trials, closing])
+    chosen = made.frame[made.frame["chosen"]].iloc[0]
+    assert chosen["speedup_over_default"] == pytest.approx(2, rel=0.02)
+    assert "Speed-up over the default rule" in made.markdown()
+
+
+def test_several_runs(folder, tmp_path):
+    """Runs that share a config are told apart by policy, and where they choose differently is a table."""
+    header = synthetic.run(policy={"timer": "cupti", "l2": "cold-dirty"})
+    other = synthetic.write(tmp_path, header, synthetic.records(header, swap=1))
+    made = report([folder, other])
+    assert list(dict.fromkeys(made.frame["run"])) == ["synthetic, cold-clean", "synthetic, cold-dirty"]
+    assert "share 18 cells and choose differently at 18" in " ".join(made.markdown().split())
+
+
+def test_runs_alike_are_numbered(folder):
+    """Two runs of one config and policy have names of their own."""
+    assert [s.name for s in report([folder, folder]).sources] == [
+        "synthetic, cold-clean (1)",
+        "synthetic, cold-clean (2)",
+    ]
+
+
+def test_a_cpu_run(tmp_path):
+    """Without a datasheet's peak shares are of the measured one."""
+    header = synthetic.run(synthetic.cpu(), policy={"timer": "cpu", "l2": "cold-clean"}, peaks={"measured": 20.0})
+    made = report([synthetic.write(tmp_path, header, synthetic.records(header, HV=8))])
+    assert made.frame["sol"].notna().all()
+    assert "20 GB/s (measured)" in made.markdown()
+
+
+def test_an_unfinished_sweep(tmp_path):
+    """A journal that holds a header alone, or checks alone, is reported: no cell, no table, no error."""
+    header = synthetic.run()
+    for i, found in enumerate(
+        ([], [Check(contract=synthetic.contracts()[0], variant="a", status="failed", reason="wrong")])
+    ):
+        made = report([synthetic.write(tmp_path / str(i), header, found, with_table=False)])
+        assert "0 of 0 cells" in made.markdown()
+        assert made.csv().count("\n") == 1
+        assert terminal(made)
+
+
+def test_a_throttled_cell_is_said(tmp_path):
+    """Cells that heat slowed are counted in the summary."""
+    header = synthetic.run()
+    *rest, closing = synthetic.records(header)
+    hot = msgspec.structs.replace(closing, clocks_after={"event_reasons": ["sw_thermal_slowdown"]})
+    assert isinstance(hot, Cell)
+    assert "1 cells were timed while heat or power" in _report_of(header, [*rest, hot]).markdown()
+
+
+def test_peaks_that_disagree_are_said(tmp_path):
+    """Datasheet and NVML more than 5% apart are in the environment's section."""
+    header = synthetic.run(peaks={"datasheet": 3352.0, "nvml": 2039.0, "measured": 3005.0})
+    assert "The peaks disagree" in _report_of(header, synthetic.records(header)).markdown()
+
+
+def test_terminal(made):
+    """The terminal has the same tables; colours stand for shares of the peak, and details are left out unless asked for."""
+    short = terminal(made)
+    assert "18 of 18 cells" in short
+    assert "Environment" not in short
+    assert "Environment" in terminal(made, details=True)
+    assert max(map(len, short.splitlines())) <= 100
+    out = io.StringIO()
+    made.terminal(Console(file=out, width=100, force_terminal=True, color_system="standard"))
+    assert "\x1b[" in out.getvalue()
+
+
+def test_shades():
+    """The nearer to the peak, the greener."""
+    assert [shade(s) for s in (1.02, 0.85, 0.8, 0.6, 0.1, None)] == [
+        "green",
+        "green",
+        "yellow",
+        "dark_orange",
+        "red",
+        "",
+    ]
+
+
+def test_nothing_to_report(tmp_path):
+    """No folder, or one without a journal, is refused with what is accepted."""
+    with pytest.raises(JournalError, match="one or more folders"):
+        report([])
+    with pytest.raises(JournalError, match="accepted is a sweep's folder"):
+        report([tmp_path])
+
+
+def test_numbers():
+    """Times have four digits at most; a geometric mean of reciprocals is 1."""
+    assert [number(x) for x in (3.14159, 99.994, 123.45, 12345.6, float("nan"))] == [
+        "3.14",
+        "99.99",
+        "123.5",
+        "12346",
+        "-",
+    ]
+    assert geometric_mean([0.5, 2.0]) == pytest.approx(1)
+
+
+def test_markdown_is_utf8_text(made):
+    """The document ends with a newline and has no trailing blanks, so that editors leave it as it is."""
+    text = markdown(made.document)
+    assert text.endswith("\n")
+    assert not text.endswith("\n\n\n")
+    assert not re.search(r"[ \t]$", text, re.M)
+    assert target("sm_90a").name in text
+
+
+def _report_of(header, found):
+    """The report of records, by way of a folder."""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as temporary:
+        return report([synthetic.write(Path(temporary), header, found, with_table=False)])
