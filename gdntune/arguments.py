@@ -45,8 +45,8 @@ def expected_shapes(contract: Contract, arguments: dict[str, Any]) -> Iterator[t
     yield "a", (N, T, HV, c.K) if c.op == "kda_decode" else (N, T, HV)
     yield "b", (N, T, HV)
     if c.has_parameters:
-        yield "A_log", ("HV or H",)
-        yield "dt_bias", ("HV or H", c.K) if c.op == "kda_decode" else ("HV or H",)
+        yield "A_log", ("HV or H",) if c.op == "kda_decode" else (HV,)
+        yield "dt_bias", ("HV or H", c.K) if c.op == "kda_decode" else (HV,)
     if c.reads_index:
         yield "read_index", (B,)
     if c.writes_index:
@@ -114,7 +114,9 @@ def _stride_fault(name: str, x: Any, contract: Contract) -> str | None:
             return f"its address {x.data_ptr():#x} is not a multiple of 16 bytes, which kernels load at once"
         for d in range(x.dim() - inner):
             if x.shape[d] != 1 and x.stride(d) * itemsize % 16:
-                return f"stride {x.stride(d)} at dimension {d} is not a multiple of 16 bytes, which kernels load at once"
+                return (
+                    f"stride {x.stride(d)} at dimension {d} is not a multiple of 16 bytes, which kernels load at once"
+                )
     return None
 
 
@@ -163,7 +165,9 @@ def _value_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
             yield from out_of_range("slot_index", row, slots, f"initial_state's slots, row {n}")
     if c.intermediate == "indexed":
         rows = lists("slot_index")
-        yield from out_of_range("slot_index", rows, arguments["intermediate"].shape[0], "intermediate_states_buffer's rows")
+        yield from out_of_range(
+            "slot_index", rows, arguments["intermediate"].shape[0], "intermediate_states_buffer's rows"
+        )
         used = [r for r in rows if r >= 0 and r != null]
         if len(set(used)) != len(used):
             yield "intermediate_state_indices names a row twice: two requests would write it; accepted are distinct rows"

@@ -276,7 +276,7 @@ def recipes(contract: Contract, thorough: bool = False) -> Iterator[tuple[Proble
         "strided_gates": True,
         "extra_steps": 1,
         "extra_rows": 2,
-        "parameters_by_head": "H",
+        "parameters_by_head": "H" if c.op == "kda_decode" else "HV",
         "null_index": 0 if c.pool else -1,
         "neg_eigval": True,
     }

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ def shipped_tables() -> Path:
     return inside if inside.exists() else Path(__file__).parent.parent / "tables"
 
 
-@lru_cache(maxsize=None)
+@cache
 def warn_once(message: str) -> None:
     """A warning that a server's log should hold once, not at each step."""
     log.warning(message)
@@ -154,13 +154,21 @@ class Runtime:
     def _from_table(self, source: Source, contract: Contract) -> list[Choice]:
         for rule in source.table.ranked(contract):
             found = [
-                Choice(i.first, source.table.variant(i.variant), f"{source.why} table {source.path}, rule {rule.when.key()}")
+                Choice(
+                    i.first,
+                    source.table.variant(i.variant),
+                    f"{source.why} table {source.path}, rule {rule.when.key()}",
+                )
                 for i in rule.intervals
             ]
-            faults = [f"{c.variant.id}: {fault}" for c in found if (fault := _unusable(contract, c.variant, self.device))]
+            faults = [
+                f"{c.variant.id}: {fault}" for c in found if (fault := _unusable(contract, c.variant, self.device))
+            ]
             if not faults:
                 return found
-            warn_once(f"{source.path}: rule {rule.when.key()} cannot serve {contract.key()}: {faults[0]}; the next nearest is tried")
+            warn_once(
+                f"{source.path}: rule {rule.when.key()} cannot serve {contract.key()}: {faults[0]}; the next nearest is tried"
+            )
         return []
 
     def bind(self, contract: Contract, *, batch_invariant: bool = False) -> "Bound":
@@ -170,7 +178,9 @@ class Runtime:
         if bound is None:
             choices = self.choices(contract)
             if batch_invariant:
-                choices = [choices[-1]._replace(first=1, why=choices[-1].why + "; batch_invariant: one variant for all sizes")]
+                choices = [
+                    choices[-1]._replace(first=1, why=choices[-1].why + "; batch_invariant: one variant for all sizes")
+                ]
             bound = self._bound[key] = Bound(self, contract, choices)
         return bound
 
@@ -182,7 +192,9 @@ class Runtime:
             pairs.append((object_spec(kernel, contract, v, self.device), kernel.compiler))
         missing = [p for p in pairs if self.store.find(p[0]) is None]
         if missing:
-            log.info("compiling %d objects for %s; `gdntune compile` does it ahead of time", len(missing), contract.key())
+            log.info(
+                "compiling %d objects for %s; `gdntune compile` does it ahead of time", len(missing), contract.key()
+            )
             failed = [b for b in compile_objects(missing, self.store) if not b.ok]
             if failed:
                 raise BuildError(f"{failed[0].spec.name} does not compile: {failed[0].reason}")
@@ -232,7 +244,7 @@ class Bound:
         self._functions = list(functions)
 
 
-@lru_cache(maxsize=None)
+@cache
 def runtime(kind: str, index: int = 0) -> Runtime:
     """This process's runtime of a device: `cuda` and its index, or `cpu`."""
     if kind not in ("cuda", "cpu"):

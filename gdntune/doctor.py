@@ -43,7 +43,7 @@ def examine(index: int = 0) -> list[Finding]:
         lambda: _nvml(on_gpu),
         lambda: _cupti(on_gpu),
         lambda: _gxx(on_gpu),
-        _ninja,
+        lambda: _ninja(on_gpu),
         lambda: _cutlass(on_gpu),
         _tvm_ffi,
         _cache,
@@ -123,12 +123,13 @@ def _gxx(on_gpu: bool) -> Finding:
     return Finding("g++", "ok", f"{store.toolchain('cpu')}, {path}", meaning)
 
 
-def _ninja() -> Finding:
-    meaning = "builds C++ extensions through tvm_ffi.cpp"
+def _ninja(on_gpu: bool) -> Finding:
+    meaning = "builds the CPU's kernels, through tvm_ffi.cpp"
     beside = Path(sys.executable).parent / "ninja"
     path = shutil.which("ninja") or (str(beside) if beside.exists() else None)
     if path is None:
-        return Finding("ninja", "note", "neither on PATH nor beside this Python", meaning, "pip install ninja")
+        status: Literal["note", "hinders"] = "note" if on_gpu else "hinders"
+        return Finding("ninja", status, "neither on PATH nor beside this Python", meaning, "pip install ninja")
     return Finding("ninja", "ok", path, meaning)
 
 

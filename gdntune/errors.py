@@ -1,5 +1,7 @@
 """The family of exceptions. Each has a builtin parent, so callers can catch either."""
 
+from collections.abc import Iterable
+
 
 class GdntuneError(Exception):
     """Anything gdntune refuses or fails at; the message says what was given, what is accepted and what to do."""
@@ -45,6 +47,6 @@ class Locked(GdntuneError, RuntimeError):
     """A folder that another process is writing to; names the holder."""
 
 
-def listed(names) -> str:
+def listed(names: Iterable[object]) -> str:
     """`a, b, c`: how a message lists what is accepted."""
     return ", ".join(str(n) for n in names)

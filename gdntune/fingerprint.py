@@ -8,7 +8,7 @@ import hashlib
 import io
 import re
 import tokenize
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
@@ -19,7 +19,11 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and node.body:
             first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
                 lines.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     return lines
 
@@ -75,7 +79,7 @@ def closure(sources: tuple[str, ...]) -> list[str]:
     return sorted(seen)
 
 
-@lru_cache(maxsize=None)
+@cache
 def fingerprint(sources: tuple[str, ...]) -> str:
     """A short hash of the sources' code: modules (`gdntune.kernels.recurrent`) or files below gdntune/ (`kernels/cpu/decode.h`)."""
     digest = hashlib.sha256()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdntune.dispatch import Bound, runtime
 from gdntune.errors import UnsupportedProblem
-from gdntune.problem import MAX_TOKENS, Contract, Problem, check_contract
+from gdntune.problem import MAX_TOKENS, Contract, Op, Problem, check_contract
 
 if TYPE_CHECKING:
     import torch
@@ -82,12 +82,13 @@ def gated_delta_rule_decode(
     """Gated DeltaNet decode of T tokens for each of B requests; updates the state in place and returns the output [B, T, HV, V].
 
     Static, so part of a compiled object: every dtype, T (1; 2 to 8; 9 to 16), K, V, state_layout, which optional tensors are given,
-    disable_state_update. Dynamic: B, H, HV, sizes and strides, scale, softplus_*, null_index, use_qk_l2norm, allow_neg_eigval.
+    disable_state_update. Dynamic: B, H, HV, sizes and strides, scale, softplus_beta, softplus_threshold, null_index, use_qk_l2norm,
+    allow_neg_eigval.
 
     q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H; bf16 or fp16 (fp32 too); slices of one packed tensor will do.
     initial_state: [slots, HV, V, K] (`k_last`) or [slots, HV, K, V] (`v_last`), fp32, bf16 or fp16, any slot stride. The caller's; updated
         in place. Without indices slots is B and row n belongs to request n.
-    A_log, dt_bias [HV] or [H], a [B, T, HV], b [B, T, HV]: raw gates, decay = exp(-exp(A_log) softplus(a + dt_bias)), beta = sigmoid(b).
+    A_log, dt_bias [HV], a [B, T, HV], b [B, T, HV]: raw gates, decay = exp(-exp(A_log) softplus(a + dt_bias)), beta = sigmoid(b).
         Or g [B, T, HV], the log decay, instead of A_log, a and dt_bias; beta [B, T, HV] instead of b.
     initial_state_indices, output_state_indices: [B] int32 or int64: the slot to read, and the slot to write (default: the one read).
         A negative index, one equal to null_index or one outside the pool is padding: no slot is read or written and the output row is
@@ -95,7 +96,8 @@ def gated_delta_rule_decode(
     intermediate_states_buffer: [rows, steps, HV, V, K] (v_last: [..., K, V]): receives the state after each token, at row n or
         intermediate_state_indices[n]. Whether the final state is written too depends on disable_state_update alone.
     ssm_state_indices: [B, 1+S]: the state after token t goes to slot [n, t], and the state to start from is in column
-        clamp(num_accepted_tokens[n], 1, 1+S) - 1 (0 without num_accepted_tokens). Nothing else is written unless output_state_indices is given.
+        clamp(num_accepted_tokens[n], 1, 1+S) - 1 (0 without num_accepted_tokens). Nothing else is written unless
+        output_state_indices is given.
     cu_seqlens: [B+1]: ragged batches; q, k, v, gates and output are packed rows [1, total, ...], lengths 0 to max_tokens (at most 16, the
         default); rows beyond cu_seqlens[-1] are untouched.
     scale: of q, default K**-0.5. use_qk_l2norm: q, k <- x rsqrt(sum x^2 + 1e-6). allow_neg_eigval doubles beta.
@@ -108,7 +110,9 @@ def gated_delta_rule_decode(
     """
     raw = g is None
     if raw and (A_log is None or a is None or dt_bias is None):
-        raise UnsupportedProblem("the gate: accepted are A_log, a and dt_bias together (raw), or g (log decay); give one of the two")
+        raise UnsupportedProblem(
+            "the gate: accepted are A_log, a and dt_bias together (raw), or g (log decay); give one of the two"
+        )
     if not raw and not (A_log is None and a is None and dt_bias is None):
         raise UnsupportedProblem("g and A_log/a/dt_bias are both given: accepted is one of the two forms of the gate")
     return _decode(
@@ -140,7 +144,7 @@ def gated_delta_rule_packed_decode(
 ) -> "Tensor":
     """One token for each of B requests, q, k and v side by side in one tensor: the call that vLLM and SGLang make for plain decode.
 
-    mixed_qkv: [B, 2 H K + HV V], rows at any stride; a, b: [B, HV]; A_log, dt_bias: [HV] or [H]; initial_state: a pool [slots, HV, V, K]
+    mixed_qkv: [B, 2 H K + HV V], rows at any stride; a, b: [B, HV]; A_log, dt_bias: [HV]; initial_state: a pool [slots, HV, V, K]
     (v_last: [slots, HV, K, V]), updated in place at initial_state_indices [B]. Slot 0 is padding unless null_index says otherwise, and so
     is every negative index. Returns [B, 1, HV, V]. The rest, static and dynamic arguments and errors are as in `gated_delta_rule_decode`.
     """
@@ -149,7 +153,7 @@ def gated_delta_rule_packed_decode(
             f"mixed_qkv has shape {tuple(mixed_qkv.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)}, initial_state "
             f"{tuple(initial_state.shape)}: accepted are [B, 2*H*K + HV*V], [B, HV], [B, HV] and [slots, HV, V, K]"
         )
-    B, width = mixed_qkv.shape
+    width = mixed_qkv.shape[1]
     HV = b.shape[1]
     V, K = initial_state.shape[2:] if state_layout == "k_last" else (initial_state.shape[3], initial_state.shape[2])
     keys = width - HV * V
@@ -209,13 +213,17 @@ def kda_decode(
     Formula: Kimi Linear (arXiv 2510.26692), eq. 1, in the recurrent form.
     """
     if (A_log is None) != (dt_bias is None):
-        raise UnsupportedProblem("A_log and dt_bias: accepted are both (softplus or lower_bound gate) or neither (g is the log decay)")
+        raise UnsupportedProblem(
+            "A_log and dt_bias: accepted are both (softplus or lower_bound gate) or neither (g is the log decay)"
+        )
     if A_log is None and lower_bound is not None:
         raise UnsupportedProblem("lower_bound without A_log and dt_bias: accepted is lower_bound with both")
     gate = "log" if A_log is None else "softplus" if lower_bound is None else "lower_bound"
     if dt_bias is not None and dt_bias.dim() == 1:
         if dt_bias.shape[0] % q.shape[-1]:
-            raise UnsupportedProblem(f"dt_bias has shape {tuple(dt_bias.shape)}: accepted are [HV, K], [H, K] and these flat, K={q.shape[-1]}")
+            raise UnsupportedProblem(
+                f"dt_bias has shape {tuple(dt_bias.shape)}: accepted are [HV, K], [H, K] and these flat, K={q.shape[-1]}"
+            )
         dt_bias = dt_bias.unflatten(0, (-1, q.shape[-1]))
     return _decode(
         "kda_decode", gate, q, k, v, g, b, beta, A_log, dt_bias, initial_state,
@@ -226,10 +234,11 @@ def kda_decode(
 
 
 def _decode(
-    op, gate, q, k, v, a, b, beta, A_log, dt_bias, state, read_index, write_index, buffer, buffer_index, slot_index, accepted,
-    cu_seqlens, max_tokens, frozen, layout, scale, use_qk_l2norm, neg_eigval, softplus_beta, threshold, lower_bound, null_index,
-    batch_invariant, output,
-):  # fmt: skip
+    op: Op, gate: str, q: "Tensor", k: "Tensor", v: "Tensor", a: Any, b: Any, beta: Any, A_log: Any, dt_bias: Any, state: "Tensor",
+    read_index: Any, write_index: Any, buffer: Any, buffer_index: Any, slot_index: Any, accepted: Any, cu_seqlens: Any,
+    max_tokens: int | None, frozen: bool, layout: str, scale: float | None, use_qk_l2norm: bool, neg_eigval: bool, softplus_beta: float,
+    threshold: float, lower_bound: float, null_index: int, batch_invariant: bool, output: Any,
+) -> "Tensor":  # fmt: skip
     """One path for every decode: binds the contract on first sight of these dtypes and shapes, then calls the chosen function."""
     if (b is None) == (beta is None):
         raise UnsupportedProblem("beta: accepted is b (a logit) or beta (a value), one of the two")
@@ -244,7 +253,7 @@ def _decode(
     signature = (
         op, gate, b is None, q.dtype, state.dtype, a.dtype, (beta if b is None else b).dtype,
         None if A_log is None else A_log.dtype, None if dt_bias is None else dt_bias.dtype,
-        T if cu_seqlens is None else max_tokens, K, V, layout, frozen, read_index is None, write_index is None, buffer is None,
+        T if cu_seqlens is None else 0, max_tokens, K, V, layout, frozen, read_index is None, write_index is None, buffer is None,
         buffer_index is None, slot_index is None, accepted is None, cu_seqlens is None, batch_invariant, q.device,
     )  # fmt: skip
     bound = _BOUND.get(signature)
@@ -257,11 +266,21 @@ def _decode(
         bound = _BOUND[signature] = runtime(q.device.type, index).bind(contract, batch_invariant=batch_invariant)
     if output is None:
         output = v.new_empty(v.shape)
+    elif output.dtype != q.dtype:
+        raise UnsupportedProblem(f"output has dtype {output.dtype}: accepted is q's, {q.dtype}")
     if B < 1:
         return output
     if H < 1 or HV % H:
         raise UnsupportedProblem(f"v has HV={HV} heads and q H={H}: HV must be a multiple of H")
-    if slot_index is None:
+    if A_log is not None and op == "gdn_decode" and A_log.shape[0] != HV:
+        raise UnsupportedProblem(f"A_log has shape {tuple(A_log.shape)}: accepted is one a value head, [{HV}]")
+    if slot_index is not None:
+        if slot_index.dim() != 2 or (cu_seqlens is None and slot_index.shape[1] < T):
+            raise UnsupportedProblem(
+                f"ssm_state_indices has shape {tuple(slot_index.shape)} for T={T}: accepted is [B, 1+S] with a column a token; "
+                "a plain [B] goes to initial_state_indices"
+            )
+    else:
         if read_index is not None and write_index is None and not frozen:
             write_index = read_index
         elif read_index is None and state.shape[0] != B:
@@ -292,7 +311,7 @@ def _decode(
     return output
 
 
-def _check_buffer(buffer, buffer_index, B: int, T: int) -> None:
+def _check_buffer(buffer: "Tensor", buffer_index: "Tensor | None", B: int, T: int) -> None:
     if buffer.dim() != 5 or buffer.shape[1] < T or (buffer_index is None and buffer.shape[0] < B):
         rows = "any rows" if buffer_index is not None else f"at least {B} rows"
         raise UnsupportedProblem(
@@ -302,9 +321,10 @@ def _check_buffer(buffer, buffer_index, B: int, T: int) -> None:
 
 
 def _contract(
-    op, gate, q, v, a, b, beta, A_log, dt_bias, state, read_index, write_index, buffer, buffer_index, slot_index, accepted,
-    cu_seqlens, max_tokens, frozen, layout,
-):  # fmt: skip
+    op: Op, gate: str, q: "Tensor", v: "Tensor", a: Any, b: Any, beta: Any, A_log: Any, dt_bias: Any, state: "Tensor", read_index: Any,
+    write_index: Any, buffer: Any, buffer_index: Any, slot_index: Any, accepted: Any, cu_seqlens: Any, max_tokens: int | None,
+    frozen: bool, layout: str,
+) -> Contract:  # fmt: skip
     """The contract that a call's tensors ask for."""
     names = _dtype_names()
 
@@ -320,29 +340,33 @@ def _contract(
             ("intermediate_state_indices", buffer_index),
         ):
             if other is not None:
-                raise UnsupportedProblem(f"{name} with ssm_state_indices: accepted is one of them; ssm_state_indices names every slot")
-        if slot_index.dim() != 2:
-            raise UnsupportedProblem(
-                f"ssm_state_indices has shape {tuple(slot_index.shape)}: accepted is [B, 1+S]; a plain [B] goes to initial_state_indices"
-            )
-        if cu_seqlens is None and slot_index.shape[1] < q.shape[1]:
-            raise UnsupportedProblem(f"ssm_state_indices has {slot_index.shape[1]} columns for T={q.shape[1]}: accepted is one a token")
+                raise UnsupportedProblem(
+                    f"{name} with ssm_state_indices: accepted is one of them; ssm_state_indices names every slot"
+                )
         intermediate = "slots"
     elif buffer is not None:
         intermediate = "dense" if buffer_index is None else "indexed"
     else:
         intermediate = "none"
         if buffer_index is not None:
-            raise UnsupportedProblem("intermediate_state_indices without intermediate_states_buffer: give both or neither")
+            raise UnsupportedProblem(
+                "intermediate_state_indices without intermediate_states_buffer: give both or neither"
+            )
     if accepted is not None and slot_index is None:
-        raise UnsupportedProblem("num_accepted_tokens without ssm_state_indices: it names a column of ssm_state_indices")
+        raise UnsupportedProblem(
+            "num_accepted_tokens without ssm_state_indices: it names a column of ssm_state_indices"
+        )
     if write_index is not None and read_index is None and slot_index is None:
         raise UnsupportedProblem("output_state_indices without initial_state_indices: give both, or neither")
     if write_index is not None and frozen:
-        raise UnsupportedProblem("output_state_indices with disable_state_update=True: nothing would be written there; give one of them")
+        raise UnsupportedProblem(
+            "output_state_indices with disable_state_update=True: nothing would be written there; give one of them"
+        )
     update = write_index is not None if slot_index is not None else not frozen
     if cu_seqlens is not None and q.shape[0] != 1:
-        raise UnsupportedProblem(f"q has shape {tuple(q.shape)} with cu_seqlens: accepted are packed rows [1, total, H, K]")
+        raise UnsupportedProblem(
+            f"q has shape {tuple(q.shape)} with cu_seqlens: accepted are packed rows [1, total, H, K]"
+        )
     if max_tokens is not None and cu_seqlens is None:
         raise UnsupportedProblem("max_tokens without cu_seqlens: T is q.shape[1]; leave it out")
     if state.dim() != 4:
@@ -355,14 +379,14 @@ def _contract(
             tokens=q.shape[1] if cu_seqlens is None else (max_tokens or MAX_TOKENS),
             K=q.shape[3],
             V=v.shape[3],
-            layout=layout,
+            layout=layout,  # type: ignore[arg-type]
             input_dtype=dtype(q, "q"),  # type: ignore[arg-type]
             state_dtype=dtype(state, "initial_state"),  # type: ignore[arg-type]
             gate_dtype=dtype(a, "a or g"),  # type: ignore[arg-type]
             beta_dtype=dtype(beta if b is None else b, "b or beta"),  # type: ignore[arg-type]
             A_log_dtype="fp32" if A_log is None else dtype(A_log, "A_log"),  # type: ignore[arg-type]
             dt_bias_dtype="fp32" if dt_bias is None else dtype(dt_bias, "dt_bias"),  # type: ignore[arg-type]
-            gate=gate,
+            gate=gate,  # type: ignore[arg-type]
             beta="given" if b is None else "logit",
             mode="update" if update else "frozen",
             intermediate=intermediate,  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ COLUMNS: dict[str, str] = {
     "over_floor": "float",
     "bound": "text",
     "chosen": "bool",
-    "default_us": "float",
+    "default_mean_us": "float",
     "speedup_over_default": "float",
 }
 NOTHING = "-"
@@ -255,13 +255,15 @@ def _relate(source: Source, problem: Problem, rows: list[dict[str, Any]]) -> Non
     finals = [r for r in floors if r["stage"] == "final"] or floors
     floor_us = min((r["median_us"] for r in finals), default=None)
     default = _default(source, problem)
-    default_us = next((r["median_us"] for r in timed if r["role"] == "decode" and r["variant"] == default), None)
+    defaults = [r["mean_us"] for r in timed if r["role"] == "decode" and r["variant"] == default]
     choice = _choice(source, problem)
     for row in timed:
         if floor_us:
             row |= {"floor_us": floor_us, "over_floor": round(row["median_us"] / floor_us, 4)}
-        if default_us and row["role"] != "floor":
-            row |= {"default_us": default_us, "speedup_over_default": round(default_us / row["median_us"], 4)}
+        if defaults and row["role"] != "floor":
+            # By means, as the choice is.
+            speedup = round(defaults[0] / row["mean_us"], 4)
+            row |= {"default_mean_us": defaults[0], "speedup_over_default": speedup}
         row["chosen"] = row["role"] == "decode" and row["stage"] == "final" and row["variant"] == choice
 
 

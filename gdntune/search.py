@@ -75,7 +75,7 @@ class Child:
             return Crashed("crashed", f"the process died (exit code {e.exitcode})")
         except (GdntuneError, KeyboardInterrupt):
             raise
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001  whatever a variant brings about is its own failure, not the sweep's
             # after an illegal access every later call of the process fails too
             self._restart()
             return Crashed("crashed", f"{type(e).__name__}: {str(e)[-500:]}")
@@ -142,7 +142,9 @@ def sweep(
 
     policy: instead of the config's. Raises GdntuneError for a journal of another sweep, a folder in use, a tool that is missing.
     """
-    return _Sweep(config, Path(folder), device, index, store, jobs, policy or config.policy, progress or Progress(), command).run()
+    return _Sweep(
+        config, Path(folder), device, index, store, jobs, policy or config.policy, progress or Progress(), command
+    ).run()
 
 
 class _Sweep:
@@ -161,7 +163,11 @@ class _Sweep:
         # compiled before the journal is opened: the timing process needs the flush kernel to say what policy it can keep
         built = self._compile()
         start = session.Start(
-            self.device, self.index, str(self.store.root), tuple(str(path) for path, _ in self.store.bundles), self.policy
+            self.device,
+            self.index,
+            str(self.store.root),
+            tuple(str(path) for path, _ in self.store.bundles),
+            self.policy,
         )
         with Child(start) as child:
             resolved = child.run(session.resolve_task, timeout=CHECK_TIMEOUT_S)
@@ -281,7 +287,9 @@ class _Sweep:
             if variants:
                 journal.extend(self._timed(child, problem, variants))
             else:
-                journal.append(Cell(problem=problem, status="failed", reason="no variant compiled and passed its check"))
+                journal.append(
+                    Cell(problem=problem, status="failed", reason="no variant compiled and passed its check")
+                )
             self.progress.step()
         self.progress.end()
 
@@ -297,11 +305,22 @@ class _Sweep:
             return self._culprits(child, problem, variants, floors, got, limit)
         records: list[Record] = []
         for t in got.timed:
-            for stage, samples in (("screen", t.screen_us), ("final", t.final_us)):
-                if samples:
-                    records.append(
-                        Trial(problem=problem, variant=t.variant, role=t.role, stage=stage, status="ok", samples_us=samples)  # type: ignore[arg-type]
+            records.append(
+                Trial(
+                    problem=problem, variant=t.variant, role=t.role, stage="screen", status="ok", samples_us=t.screen_us
+                )
+            )
+            if t.final_us:
+                records.append(
+                    Trial(
+                        problem=problem,
+                        variant=t.variant,
+                        role=t.role,
+                        stage="final",
+                        status="ok",
+                        samples_us=t.final_us,
                     )
+                )
         reason = "throttled" if got.throttled else ""
         if reason:
             self.notes.append(f"{problem.key()}: timed while the device was throttled, twice")
@@ -319,7 +338,13 @@ class _Sweep:
         return records
 
     def _culprits(
-        self, child: Child, problem: Problem, variants: list[Variant], floors: list[Variant], whole: Crashed, limit: float
+        self,
+        child: Child,
+        problem: Problem,
+        variants: list[Variant],
+        floors: list[Variant],
+        whole: Crashed,
+        limit: float,
     ) -> list[Record]:
         """After a cell took its process down: finds the variants that do so alone, journals them, times the rest."""
         quick = msgspec.structs.replace(self.config.search, screen_rounds=2, final_rounds=2, keep=1)
@@ -339,7 +364,9 @@ class _Sweep:
             if contract == problem.contract:
                 self.usable[contract] = [v for v in usable if v.id not in bad]
         rest = [v for v in variants if v.id not in bad]
-        return trials + (self._timed(child, problem, rest) if rest else [Cell(problem=problem, status="failed", reason=whole.reason)])
+        return trials + (
+            self._timed(child, problem, rest) if rest else [Cell(problem=problem, status="failed", reason=whole.reason)]
+        )
 
     # -- finish
 
@@ -357,7 +384,12 @@ class _Sweep:
 def failures(records: Sequence[Record]) -> list[str]:
     """One line for each kind of failure, with its count and first reason."""
     lines = []
-    for kind, name in ((Build, "did not compile"), (Check, "did not pass the check"), (Trial, "failed while timed"), (Cell, "cells have no times")):
+    for kind, name in (
+        (Build, "did not compile"),
+        (Check, "did not pass the check"),
+        (Trial, "failed while timed"),
+        (Cell, "cells have no times"),
+    ):
         failed = [r for r in records if isinstance(r, kind) and r.status != "ok"]
         if failed:
             what = getattr(failed[0], "variant", "")

@@ -5,7 +5,7 @@ The process may be killed at any time by its parent (an illegal access, a hang);
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -30,7 +30,7 @@ class Timed(NamedTuple):
     """A variant's samples at a cell, in microseconds; `samples_us` of `final` is empty where it was not among the leaders."""
 
     variant: Variant
-    role: str
+    role: Literal["decode", "floor"]
     screen_us: list[float]
     final_us: list[float]
 
@@ -44,6 +44,30 @@ class CellResult(NamedTuple):
     before: Clocks
     after: Clocks
     throttled: bool
+
+
+class Calls(NamedTuple):
+    """What a cell's variants are called through: each callable takes the round. case: what they share; None for the floor."""
+
+    calls: list[Callable[[int], Any]]
+    case: Any
+    kept: Any
+
+    def restore(self) -> None:
+        """Puts the state back to what it was before anything was timed."""
+        if self.case is not None:
+            self.case.state.copy_(self.kept)
+
+    def finite(self) -> bool:
+        """Whether the outputs of the last call are numbers."""
+        return self.case is None or bool(self.case.output.isfinite().all())
+
+
+def _call(function: Callable[..., Any], arguments: list[tuple[Any, ...]], n: int) -> Callable[[int], Any]:
+    if n == 1:
+        only = arguments[0]
+        return lambda _: function(*only)
+    return lambda r: function(*arguments[r % n])
 
 
 class Session:
@@ -102,26 +126,22 @@ class Session:
         self.synchronize()
         return verdict.ok, verdict.worst, verdict.error
 
-    def calls(self, problem: Problem, role: str, variants: Sequence[Variant]) -> tuple[list[Callable[[int], Any]], Any]:
-        """Callables of a cell's variants over one shared set of tensors, and a function that restores what they write."""
+    def calls(self, problem: Problem, role: str, variants: Sequence[Variant]) -> "Calls":
+        """Callables of a cell's variants over one shared set of tensors."""
         from gdntune.cases import floor_case, make_case
 
         if role == "floor":
-            arguments = [floor_case(problem, sol.floor_form(problem.contract), self.place)]
-            restore: Callable[[], Any] = lambda: None  # noqa: E731  the factor is 1: a floor kernel writes back what it read
-            finite: Callable[[], bool] = lambda: True  # noqa: E731
+            # its factor is 1: a floor kernel writes back what it read
+            arguments: list[tuple[Any, ...]] = [floor_case(problem, sol.floor_form(problem.contract), self.place)]
+            case = kept = None
         else:
             case = make_case(problem, self.place, slots=self._slots(problem))
             kept = case.state.clone()
             arguments = [case.arguments()] if self.timer.policy.l2 != "rotate" else _rotated(case)
-            restore = lambda: case.state.copy_(kept)  # noqa: E731
-            finite = lambda: bool(case.output.isfinite().all())  # noqa: E731
         n = len(arguments)
-        bound = []
-        for v in variants:
-            f = self.function(problem.contract, v)
-            bound.append(lambda r, f=f: f(*arguments[r % n]))
-        return bound, (restore, finite)
+        functions = [self.function(problem.contract, v) for v in variants]
+        calls: list[Callable[[int], Any]] = [_call(f, arguments, n) for f in functions]
+        return Calls(calls, case, kept)
 
     def _slots(self, problem: Problem) -> int | None:
         """Slots of the pool: what the requests need, or under `rotate` so many that a walk through them leaves L2."""
@@ -131,7 +151,9 @@ class Session:
         turns = min(64, max(2, -(-4 * self.device.l2_bytes // one)))
         return problem.B * turns
 
-    def time_cell(self, problem: Problem, decode: Sequence[Variant], floor: Sequence[Variant], search: Search) -> CellResult:
+    def time_cell(
+        self, problem: Problem, decode: Sequence[Variant], floor: Sequence[Variant], search: Search
+    ) -> CellResult:
         """Times a cell: all variants in quick mirrored rounds, the better third again, then the leaders on fresh samples.
 
         decode[0] is always among the leaders: it is the default rule's choice, which a tuned one must beat.
@@ -139,9 +161,8 @@ class Session:
         start = time.perf_counter()
         before = clocks(self.index if self.device.kind == "cuda" else None)
         self.load(problem.contract, [*decode, *floor])
-        calls, (restore, finite) = self.calls(problem, "decode", decode)
-        floor_calls, _ = self.calls(problem, "floor", floor)
-        everything = [*calls, *floor_calls]
+        calls = self.calls(problem, "decode", decode)
+        everything = [*calls.calls, *self.calls(problem, "floor", floor).calls]
         screen: list[list[float]] = self.timer.measure(everything, min(FIRST_LOOK_ROUNDS, search.screen_rounds))
         n = len(decode)
         more = search.screen_rounds - FIRST_LOOK_ROUNDS
@@ -153,18 +174,22 @@ class Session:
         leaders = _best(screen, range(n), search.keep, at_least=search.screen_rounds)
         leaders += [0] if n and 0 not in leaders else []
         leaders += _best(screen, range(n, len(everything)), FLOOR_LEADERS, at_least=search.screen_rounds)
-        restore()
+        calls.restore()
         rounds, stop = self._rounds(screen, leaders, search, time.perf_counter() - start)
         final = dict(zip(leaders, self.timer.measure([everything[i] for i in leaders], rounds), strict=True))
         self.synchronize()
-        if not finite():
-            raise MeasurementError(f"{problem.key()}: the output is not finite after {rounds} rounds: a variant that passed its check broke")
+        if not calls.finite():
+            raise MeasurementError(
+                f"{problem.key()}: the output is not finite after {rounds} rounds: a variant that passed its check broke"
+            )
         after = clocks(self.index if self.device.kind == "cuda" else None)
         timed = [
             Timed(v, "decode" if i < n else "floor", screen[i], final.get(i, []))
             for i, v in enumerate([*decode, *floor])
         ]
-        return CellResult(timed, stop, time.perf_counter() - start, before, after, throttled(before) or throttled(after))
+        return CellResult(
+            timed, stop, time.perf_counter() - start, before, after, throttled(before) or throttled(after)
+        )
 
     def _rounds(self, screen: list[list[float]], leaders: list[int], search: Search, spent: float) -> tuple[int, str]:
         """How many final rounds fit into the cell's time, and the stop rule that this is."""
@@ -250,7 +275,9 @@ def resolve_task(start: Start) -> tuple[Policy, str | None, dict[str, float]]:
     return session.timer.policy, session.timer.note, session.peaks()
 
 
-def check_task(start: Start, contract: Contract, variants: list[Variant]) -> list[tuple[bool, str, float | None, float]]:
+def check_task(
+    start: Start, contract: Contract, variants: list[Variant]
+) -> list[tuple[bool, str, float | None, float]]:
     """Checks variants one after the other: ok, worst coordinate, error, seconds."""
     session = current(start)
     session.load(contract, variants)
@@ -261,6 +288,8 @@ def check_task(start: Start, contract: Contract, variants: list[Variant]) -> lis
     return results
 
 
-def time_task(start: Start, problem: Problem, decode: list[Variant], floor: list[Variant], search: Search) -> CellResult:
+def time_task(
+    start: Start, problem: Problem, decode: list[Variant], floor: list[Variant], search: Search
+) -> CellResult:
     """Times one cell."""
     return current(start).time_cell(problem, decode, floor, search)

@@ -90,7 +90,9 @@ def toolchain(device: str) -> str:
 _TOOLCHAINS: dict[str, str] = {}
 
 
-def object_spec(kernel: Kernel, contract: Contract, variant: Variant, device: Device, *, label: str | None = None) -> ObjectSpec:
+def object_spec(
+    kernel: Kernel, contract: Contract, variant: Variant, device: Device, *, label: str | None = None
+) -> ObjectSpec:
     """The object that serves a contract with a variant on a device."""
     if kernel.device not in _TOOLCHAINS:
         _TOOLCHAINS[kernel.device] = toolchain(kernel.device)
@@ -113,7 +115,8 @@ def default_root() -> Path:
     return Path(os.environ.get("GDNTUNE_CACHE_DIR") or platformdirs.user_cache_dir("gdntune")) / "objects"
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file, as manifests hold it."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -181,7 +184,9 @@ class Store:
                 continue
             manifest = self.find(spec)
             if manifest is None:
-                raise BuildError(f"object {spec.name} ({key[:12]}) is neither in {self.root} nor in a bundle: compile it first")
+                raise BuildError(
+                    f"object {spec.name} ({key[:12]}) is neither in {self.root} nor in a bundle: compile it first"
+                )
             if not self._from_bundle(key):
                 loose[key] = manifest
         if loose:
@@ -192,8 +197,10 @@ class Store:
         for path, bundle in self.bundles:
             if key in bundle.objects:
                 library = path / bundle.library
-                if _sha256(library) != bundle.sha256:
-                    raise BuildError(f"{library} is not the library that {path / 'bundle.json'} names (sha256 differs): make the bundle anew")
+                if file_sha256(library) != bundle.sha256:
+                    raise BuildError(
+                        f"{library} is not the library that {path / 'bundle.json'} names (sha256 differs): make the bundle anew"
+                    )
                 module = self._module(library, bundle.objects[key].spec.device)
                 for k, m in bundle.objects.items():
                     self._functions.setdefault(k, module[m.name])
@@ -202,8 +209,10 @@ class Store:
 
     def _load_loose(self, manifests: dict[str, Manifest]) -> None:
         for key, m in manifests.items():
-            if _sha256(self.object_file(key)) != m.sha256:
-                raise BuildError(f"{self.object_file(key)} is damaged (sha256 differs): remove its folder and compile again")
+            if file_sha256(self.object_file(key)) != m.sha256:
+                raise BuildError(
+                    f"{self.object_file(key)} is damaged (sha256 differs): remove its folder and compile again"
+                )
         digest = hashlib.sha256("".join(sorted(manifests)).encode()).hexdigest()
         device = next(iter(manifests.values())).spec.device
         library = self.root / "linked" / f"{digest[:24]}.so"
@@ -227,7 +236,9 @@ def link(objects: list[Path], library: Path, device: str) -> None:
     """Links objects into one shared library, atomically."""
     compiler = shutil.which("g++" if device == "cpu" else "gcc") or shutil.which("g++")
     if compiler is None:
-        raise ToolMissing("no gcc or g++ to link compiled kernels: install one (apt install g++), or load a bundle made elsewhere")
+        raise ToolMissing(
+            "no gcc or g++ to link compiled kernels: install one (apt install g++), or load a bundle made elsewhere"
+        )
     library.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=library.parent, suffix=".so")
     os.close(handle)
@@ -235,7 +246,9 @@ def link(objects: list[Path], library: Path, device: str) -> None:
     arguments = Path(temporary).with_suffix(".args")
     arguments.write_text("\n".join(str(o) for o in objects))
     openmp = ["-fopenmp"] if device == "cpu" else []
-    done = subprocess.run([compiler, "-shared", *openmp, "-o", temporary, f"@{arguments}"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [compiler, "-shared", *openmp, "-o", temporary, f"@{arguments}"], capture_output=True, text=True, check=False
+    )
     arguments.unlink()
     if done.returncode:
         os.unlink(temporary)
@@ -259,7 +272,9 @@ def write_bundle(store: Store, specs: Iterable[ObjectSpec], folder: Path) -> Bun
         raise BuildError(f"a bundle holds one architecture, these are {sorted(archs)}")
     library = folder / "libgdntune.so"
     link([store.object_file(k) for k in sorted(manifests)], library, next(iter(archs))[0])
-    bundle = Bundle(BUNDLE_SCHEMA, next(iter(archs))[1], library.name, _sha256(library), dict(sorted(manifests.items())))
+    bundle = Bundle(
+        BUNDLE_SCHEMA, next(iter(archs))[1], library.name, file_sha256(library), dict(sorted(manifests.items()))
+    )
     atomic_write(folder / "bundle.json", msgspec.json.format(msgspec.json.encode(bundle), indent=1))
     return bundle
 
@@ -270,7 +285,9 @@ def read_bundle(folder: Path) -> Bundle:
     try:
         bundle = msgspec.json.decode(path.read_bytes(), type=Bundle)
     except FileNotFoundError:
-        raise BuildError(f"{path} does not exist: `gdntune compile CONFIG --arch ARCH --bundle {folder}` makes it") from None
+        raise BuildError(
+            f"{path} does not exist: `gdntune compile CONFIG --arch ARCH --bundle {folder}` makes it"
+        ) from None
     except msgspec.DecodeError as e:
         raise BuildError(f"{path} is not a bundle's manifest: {e}") from None
     if bundle.schema != BUNDLE_SCHEMA:
@@ -283,7 +300,9 @@ def _cute_runtime() -> Path | None:
     found = importlib.util.find_spec("nvidia_cutlass_dsl")
     roots = list(found.submodule_search_locations or []) if found else []
     roots += [os.path.join(p, "nvidia_cutlass_dsl") for p in sys.path]
-    folders = [Path(r) / "cu13" / "lib" for r in roots] + [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p]
+    folders = [Path(r) / "cu13" / "lib" for r in roots] + [
+        Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p
+    ]
     return next((f / name for f in folders if (f / name).exists()), None)
 
 

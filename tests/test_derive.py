@@ -325,4 +325,4 @@ def test_choose_stays_quick_where_nothing_agrees():
         standing &= set(names_here)
         if not standing:
             greedy, standing = greedy + 1, set(names_here)
-    assert math.isclose(cost(cells, {n: 0 for n in names}, picked)[0], greedy)
+    assert math.isclose(cost(cells, dict.fromkeys(names, 0), picked)[0], greedy)

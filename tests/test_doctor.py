@@ -66,7 +66,7 @@ def test_ninja_beside_python(here, tmp_path):
     here.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     assert finding("ninja").value == str(tmp_path / "bin" / "ninja")
     (tmp_path / "bin" / "ninja").unlink()
-    assert finding("ninja").status == "note"
+    assert finding("ninja").status == "hinders"
 
 
 def test_cupti_without_permission(gpu):

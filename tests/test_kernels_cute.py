@@ -18,9 +18,19 @@ CONTRACTS = {
     "T=1": Contract(),
     "T=8, fp32 state": Contract(tokens=8, state_dtype="fp32"),
     "v_last": Contract(layout="v_last"),
-    "kda, slots": Contract(op="kda_decode", gate="softplus", tokens=4, intermediate="slots", accepted=True, mode="frozen"),
+    "kda, slots": Contract(
+        op="kda_decode", gate="softplus", tokens=4, intermediate="slots", accepted=True, mode="frozen"
+    ),
     "ragged, dense, fp16, K=96": Contract(
-        tokens=4, ragged=True, intermediate="dense", state_dtype="fp16", input_dtype="fp16", gate="log", beta="given", K=96, V=192
+        tokens=4,
+        ragged=True,
+        intermediate="dense",
+        state_dtype="fp16",
+        input_dtype="fp16",
+        gate="log",
+        beta="given",
+        K=96,
+        V=192,
     ),
     "indexed, no pool": Contract(tokens=2, intermediate="indexed", pool=False, layout="v_last", K=64, V=64),
 }

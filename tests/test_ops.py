@@ -21,7 +21,9 @@ CONTRACTS = {
     "slots accepted": Contract(tokens=3, intermediate="slots", accepted=True, mode="frozen", state_dtype="fp32"),
     "slots update": Contract(tokens=2, intermediate="slots", mode="update", state_dtype="fp32"),
     "ragged": Contract(tokens=4, ragged=True, state_dtype="fp32"),
-    "v_last log": Contract(layout="v_last", gate="log", beta="given", state_dtype="fp32", gate_dtype="fp32", beta_dtype="fp32"),
+    "v_last log": Contract(
+        layout="v_last", gate="log", beta="given", state_dtype="fp32", gate_dtype="fp32", beta_dtype="fp32"
+    ),
     "kda log": Contract(op="kda_decode", gate="log", beta="given", tokens=2, state_dtype="fp32"),
     "kda softplus": Contract(op="kda_decode", gate="softplus", state_dtype="fp32"),
     "kda lower_bound": Contract(op="kda_decode", gate="lower_bound", tokens=2, state_dtype="fp32"),
@@ -78,7 +80,9 @@ def test_public_call_agrees_with_the_reference(name, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_int64_indices_and_parameters_that_require_grad(device):
     """Fault: int64 indices were a type error or wrong slots, parameters that require grad were refused; both are taken as they are."""
-    truth = Truth(make_case(Problem(CONTRACTS["T=1 pool"], 3, 2, 4), device, seed=1, index_dtype=torch.int64, split=True))
+    truth = Truth(
+        make_case(Problem(CONTRACTS["T=1 pool"], 3, 2, 4), device, seed=1, index_dtype=torch.int64, split=True)
+    )
     case = truth.before.clone()
     call(case, A_log=torch.nn.Parameter(case.A_log), dt_bias=torch.nn.Parameter(case.dt_bias))
     truth.judge(case).require()
@@ -110,7 +114,14 @@ def test_no_requests_is_no_work(device):
     """B=0 returns an empty output at once."""
     case = make_case(Problem(CONTRACTS["rows"], 2, 2, 4), device)
     out = gdntune.gated_delta_rule_decode(
-        case.q[:0], case.k[:0], case.v[:0], a=case.a[:0], b=case.b[:0], A_log=case.A_log, dt_bias=case.dt_bias, initial_state=case.state[:0]
+        case.q[:0],
+        case.k[:0],
+        case.v[:0],
+        a=case.a[:0],
+        b=case.b[:0],
+        A_log=case.A_log,
+        dt_bias=case.dt_bias,
+        initial_state=case.state[:0],
     )
     assert out.shape == (0, 2, 4, 128)
 
@@ -124,7 +135,13 @@ def test_packed_decode_is_plain_decode(device):
     plain = call(case, output=None, output_state_indices=None)
     mixed = torch.cat([x[:, 0].flatten(1) for x in (case.q, case.k, case.v)], -1)
     packed = gdntune.gated_delta_rule_packed_decode(
-        mixed, case.a[:, 0], case.b[:, 0], A_log=case.A_log, dt_bias=case.dt_bias, initial_state=state, initial_state_indices=case.read_index
+        mixed,
+        case.a[:, 0],
+        case.b[:, 0],
+        A_log=case.A_log,
+        dt_bias=case.dt_bias,
+        initial_state=state,
+        initial_state_indices=case.read_index,
     )
     assert torch.equal(packed, plain)
     assert torch.equal(state, case.state)
@@ -143,13 +160,25 @@ REFUSALS = {
     "no beta": ({"b": None}, "b .*logit"),
     "both betas": ({"beta": torch.zeros(3, 1, 4)}, "one of the two"),
     "index dtype": ({"initial_state_indices": torch.zeros(3)}, "initial_state_indices.*int32.*int64"),
-    "index length": ({"initial_state_indices": torch.zeros(2, dtype=torch.int32)}, r"initial_state_indices has shape \(2,\).*\[3\]"),
-    "accepted without slots": ({"num_accepted_tokens": torch.zeros(3, dtype=torch.int32)}, "num_accepted_tokens without ssm_state_indices"),
+    "index length": (
+        {"initial_state_indices": torch.zeros(2, dtype=torch.int32)},
+        r"initial_state_indices has shape \(2,\).*\[3\]",
+    ),
+    "accepted without slots": (
+        {"num_accepted_tokens": torch.zeros(3, dtype=torch.int32)},
+        "num_accepted_tokens without ssm_state_indices",
+    ),
     "write index while frozen": ({"disable_state_update": True}, "output_state_indices with disable_state_update"),
-    "buffer index alone": ({"intermediate_state_indices": torch.zeros(3, dtype=torch.int32)}, "without intermediate_states_buffer"),
+    "buffer index alone": (
+        {"intermediate_state_indices": torch.zeros(3, dtype=torch.int32)},
+        "without intermediate_states_buffer",
+    ),
     "max_tokens alone": ({"max_tokens": 4}, "max_tokens without cu_seqlens"),
     "layout": ({"state_layout": "k_first"}, "layout='k_first'.*k_last, v_last"),
-    "state dtype": ({"initial_state": torch.zeros(3, 4, 128, 128, dtype=torch.float64)}, "initial_state has dtype torch.float64"),
+    "state dtype": (
+        {"initial_state": torch.zeros(3, 4, 128, 128, dtype=torch.float64)},
+        "initial_state has dtype torch.float64",
+    ),
     "state rank": ({"initial_state": torch.zeros(3, 4, 128)}, r"initial_state has shape \(3, 4, 128\)"),
     "state heads": ({"initial_state": torch.zeros(3, 5, 128, 128)}, r"initial_state has shape \(3, 5, 128, 128\)"),
     "state strided inside": ({"initial_state": torch.zeros(3, 4, 128, 256)[..., ::2]}, "contiguous inner"),

@@ -160,7 +160,8 @@ def test_sixteen_tokens_are_two_tables():
 def test_long_cells_are_cut():
     """A reason of a thousand letters does not widen a table."""
     grid = Grid("", ("what", "reason"), (("build", "x" * 1000), ("check", "a word and " * 100)))
-    assert max(map(len, grid.fitted().rows[1])) < 100
+    assert grid.fitted().rows[1][1].startswith("a word and a word")
+    assert grid.fitted().rows[0][1].endswith("x...")
     assert all(len(row[0]) + len(row[1]) + 7 <= 100 for row in grid.fitted().rows)
 
 

@@ -2,7 +2,7 @@
 
 from gdntune.arch import Device
 from gdntune.errors import UnknownName, listed
-from gdntune.kernels import recurrent_config, stream_config
+from gdntune.kernels import cpu_recurrent_config, cpu_stream_config, recurrent_config, stream_config
 from gdntune.kernels.spec import Kernel, Role, Variant
 from gdntune.kernels.stream_config import flush
 from gdntune.problem import Contract
@@ -11,7 +11,7 @@ __all__ = ["KERNELS", "default", "fingerprints", "flush", "get", "refuse", "serv
 
 KERNELS: dict[str, Kernel] = {
     k.name: k
-    for k in (recurrent_config.KERNEL, stream_config.KERNEL)
+    for k in (recurrent_config.KERNEL, stream_config.KERNEL, cpu_recurrent_config.KERNEL, cpu_stream_config.KERNEL)
 }
 
 

@@ -61,9 +61,10 @@ def object_of(source: str, name: str, folder: Path) -> Path:
                 output=f"{name}.o",
             )
         except RuntimeError as error:
-            lines = str(error).splitlines()
-            faults = [line for line in lines if " error: " in line][:3]
-            raise BuildError("\n".join([f"{name}.cpp does not compile:", *faults, *lines[-12:]])) from error
+            # ninja repeats the command, which is longer than what the compiler has to say
+            lines = [line for line in str(error).splitlines() if " -MMD " not in line]
+            faults = [line for line in lines if "error: " in line]
+            raise BuildError("\n".join([f"{name}.cpp does not compile:", *(faults[:3] or lines[-12:])])) from error
     target = folder / f"{name}.o"
     os.replace(built, target)
     shutil.rmtree(scratch, ignore_errors=True)

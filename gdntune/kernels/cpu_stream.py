@@ -25,7 +25,11 @@ extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_{name}(void*, const TVMFFIAny* argum
 
 def source(facts: Mapping[str, Any], knobs: Mapping[str, Any], name: str) -> str:
     """The C++ of one object: the setting, and the function that tvm_ffi finds as `name`."""
-    flags = {key: str(bool(value)).lower() for key, value in {**facts, **knobs}.items() if key in ("write", "ahead", "around")}
+    flags = {
+        key: str(bool(value)).lower()
+        for key, value in {**facts, **knobs}.items()
+        if key in ("write", "ahead", "around")
+    }
     return SOURCE.format(
         name=name, state=STATES[facts["state_dtype"]], block=knobs["block"], ilp=knobs["ilp"], vec=knobs["vec"], **flags
     )

@@ -1,8 +1,8 @@
 """The gates of the gated delta rule as compile-time kinds, in fp32 on the device.
 
-    raw, softplus   log decay = -exp(A_log) softplus(x + dt_bias)
-    lower_bound     log decay = lower_bound sigmoid(exp(A_log) (x + dt_bias))
-    log             log decay = x
+raw, softplus   log decay = -exp(A_log) softplus(x + dt_bias)
+lower_bound     log decay = lower_bound sigmoid(exp(A_log) (x + dt_bias))
+log             log decay = x
 """
 
 import cutlass.cute as cute

@@ -62,11 +62,33 @@ class Recurrent:
         B = output.shape[0]
         if const_expr(self.ragged):
             B = cu_seqlens.shape[0] - 1
-        heads = cute.FastDivmodDivisorV2(v.shape[2] // q.shape[2])
+        HV = v.shape[2]
+        heads = cute.FastDivmodDivisorV2(HV // q.shape[2])
+        A_shared = A_log is not None and self.per_k and A_log.shape[0] != HV
+        dt_shared = dt_bias is not None and self.per_k and dt_bias.shape[0] != HV
+        slots = state.shape[0]
+        tokens = q.shape[1] if const_expr(self.loop) else Int32(1)
+        columns = slot_index.shape[1] if const_expr(self.intermediate == "slots") else None
+        rows = intermediate.shape[0] if const_expr(intermediate is not None) else None
+        steps = intermediate.shape[1] if const_expr(intermediate is not None) else None
         self.kernel(
-            state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
+            self.view(state, 1), self.view(q, 2), self.view(k, 2), self.view(v, 2), self.view(a, 2), self.view(b, 2), A_log, dt_bias,
+            self.view(read_index, 1), self.view(write_index, 1), self.view(slot_index, 2), self.view(accepted, 1),
+            self.view(cu_seqlens, 1), self.view(intermediate, 2), self.view(output, 2),
             scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm, heads,
-        ).launch(grid=(self.V // self.tile_v, v.shape[2], B), block=(self.threads, 1, 1), stream=stream)  # fmt: skip
+            slots, tokens, columns, rows, steps, A_shared, dt_shared,
+        ).launch(grid=(self.V // self.tile_v, HV, B), block=(self.threads, 1, 1), stream=stream)  # fmt: skip
+
+    def view(self, x, leading):
+        """The same memory under a layout whose sizes are constants, so that a launch carries the pointer and the strides of the
+        `leading` dimensions alone: 200 bytes of parameters, not 420, of which a cold kernel waits for each 64."""
+        if x is None:
+            return None
+        shape = (1,) * leading + tuple(x.shape[leading:])
+        # the token's stride of a kernel for one token is never used
+        stride = tuple(x.stride[d] if d == 0 or self.loop else 0 for d in range(leading)) + tuple(x.stride[leading:])
+        shape = tuple(n if isinstance(n, int) else 1 for n in shape)
+        return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=stride))
 
     @cute.jit
     def read_key(self, source, target, lane):
@@ -227,10 +249,10 @@ class Recurrent:
 
     @cute.jit
     def parameters(self, A_log, dt_bias, heads_v, hq, hv):
-        """The head's row of A_log and of dt_bias, which have one a value head or one a q/k head."""
+        """The head's row of A_log and of dt_bias: one a value head or, of KDA, one a q/k head."""
         ah = hv
         dh = hv
-        if const_expr(A_log is not None):
+        if const_expr(A_log is not None and self.per_k):
             if A_log.shape[0] != heads_v:
                 ah = hq
             if dt_bias.shape[0] != heads_v:
@@ -317,7 +339,9 @@ class Recurrent:
                 if const_expr(self.per_k):
                     for j in cutlass.range_constexpr(W):
                         bk = F32(0.0) if const_expr(dt_bias is None) else dt_bias[dh, wl * W + j].to(F32)
-                        sG[t, wl * W + j] = gates.decay(self.gate, rg[r, j].to(F32), A, bk, softplus_beta, threshold, lower_bound)
+                        sG[t, wl * W + j] = gates.decay(
+                            self.gate, rg[r, j].to(F32), A, bk, softplus_beta, threshold, lower_bound
+                        )
                 else:
                     decay = gates.decay(self.gate, rs[r, 0], A, bias, softplus_beta, threshold, lower_bound)
                 if wl == 0:
@@ -328,13 +352,16 @@ class Recurrent:
             e = r * self.threads + tid
             t = e // (self.tile_v // self.VW)
             if t < length:
-                cute.autovec_copy(rv[r, None], cute.local_tile(sV[t, None], (self.VW,), (e % (self.tile_v // self.VW),)))
+                cute.autovec_copy(
+                    rv[r, None], cute.local_tile(sV[t, None], (self.VW,), (e % (self.tile_v // self.VW),))
+                )
 
     @cute.kernel
     def kernel(
         self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
         scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
         null_index: Int32, use_qk_l2norm: Int32, heads: cute.FastDivmodDivisorV2,
+        slots: Int32, tokens: Int32, columns, rows, steps, A_shared, dt_shared,
     ):  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
         vt, hv, n = cute.arch.block_idx()
@@ -345,7 +372,6 @@ class Recurrent:
             lane = tid % 32 // self.step
             group = tid // 32 * self.step + tid % self.step
         hq, _ = divmod(hv, heads)
-        slots = state.shape[0]
 
         # the slot to start from; an index outside the pool is padding too, so no index reaches memory that is not the pool's
         slot = n
@@ -359,6 +385,8 @@ class Recurrent:
         write_slot = slot
         if const_expr(self.pool and self.update):
             write_slot = write_index[n]
+        # the state's address waits for this: nothing may be computed before it that does not serve it
+        cute.arch.sync_warp()
 
         # where the request's tokens lie, and how many there are
         ni = n
@@ -392,7 +420,9 @@ class Recurrent:
             wk = cute.make_rmem_tensor(per_token, k.element_type)
             wg = cute.make_rmem_tensor(per_token, a.element_type)
             ws = cute.make_rmem_tensor(cute.make_layout((self.stage_tokens, 2), stride=(2, 1)), F32)
-            wv = cute.make_rmem_tensor(cute.make_layout((self.stage_values, self.VW), stride=(self.VW, 1)), v.element_type)
+            wv = cute.make_rmem_tensor(
+                cute.make_layout((self.stage_values, self.VW), stride=(self.VW, 1)), v.element_type
+            )
             self.read_stage(q, k, v, a, b, ni, t0, length, hq, hv, v0, tid, wq, wk, wg, ws, wv)
         elif const_expr(not self.loop):
             self.read_token(q, k, a, ni, t0, hq, hv, lane, rq, rk, rg)
@@ -427,74 +457,114 @@ class Recurrent:
             kq = F32(0.0)
             if const_expr(self.early):
                 self.copy_rows(source, raw, v0 + group * self.RV, lane, False)
-            if const_expr(self.smem):
-                T = const_expr(self.tokens)
-                smem = SmemAllocator()
-                wide = cute.make_layout((T, self.K), stride=(self.K, 1))
-                sQ = smem.allocate_tensor(F32, wide, 16)
-                sK = smem.allocate_tensor(F32, wide, 16)
-                sG = smem.allocate_tensor(F32, wide, 16) if const_expr(self.per_k) else None
-                sS = smem.allocate_tensor(F32, cute.make_layout((T, 4), stride=(4, 1)), 16)
-                sV = smem.allocate_tensor(v.element_type, cute.make_layout((T, self.tile_v), stride=(self.tile_v, 1)), 16)
-                self.write_stage(
-                    sQ, sK, sG, sV, sS, dt_bias, dh, A, bias, length, tid, wq, wk, wg, ws, wv,
-                    scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, use_qk_l2norm,
-                )  # fmt: skip
-                cute.arch.sync_threads()
-            elif const_expr(not self.loop):
-                decay, beta = self.use_token(
-                    rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg, softplus_beta, softplus_threshold, lower_bound, beta_scale
-                )
-            # rolled: unrolled over four chunks of a large tile one variant took 2.1 s to compile instead of 0.5
-            for it in cutlass.range(self.chunks, unroll=1):
-                row0 = v0 + it * self.chunk + group * self.RV
-                if const_expr(not self.early):
-                    self.copy_rows(source, raw, row0, lane, False)
-                    if const_expr(not self.loop and self.chunks > 1):
-                        self.read_values(v[ni, t0, hv, None], rv, row0)
-                fh = self.fragment(F32)
-                rw = cute.make_rmem_tensor((self.RV,), v.element_type)
-                for i in cutlass.range_constexpr(self.RV):
-                    rw[i] = rv[i]
-                    for j in cutlass.range_constexpr(self.RK):
-                        fh[i, j] = raw[i, j].to(F32)
-                if const_expr(self.early and self.chunks > 1):
-                    if it + 1 < self.chunks:
-                        self.copy_rows(source, raw, row0 + self.chunk, lane, False)
-                        if const_expr(not self.loop):
-                            self.read_values(v[ni, t0, hv, None], rv, row0 + self.chunk)
-                scaled = F32(1.0)
-                if const_expr(self.loop):
-                    for t in cutlass.range(length, unroll=1):
-                        if const_expr(self.smem):
-                            self.read_key(sQ[t, None], fq, lane)
-                            self.read_key(sK[t, None], fk, lane)
-                            if const_expr(self.per_k):
-                                self.read_key(sG[t, None], fg, lane)
-                            decay = sS[t, 0]
-                            beta = sS[t, 1]
-                            kq = sS[t, 2]
-                            self.read_values(sV[t, None], rw, row0 - v0)
-                        else:
-                            self.read_token(q, k, a, ni, t0 + t, hq, hv, lane, rq, rk, rg)
-                            if const_expr(not self.per_k):
-                                ga = a[ni, t0 + t, hv].to(F32)
-                            gb = b[ni, t0 + t, hv].to(F32)
-                            self.read_values(v[ni, t0 + t, hv, None], rw, row0)
-                            decay, beta = self.use_token(
-                                rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg,
-                                softplus_beta, softplus_threshold, lower_bound, beta_scale,
-                            )  # fmt: skip
-                        o = output[ni, t0 + t, hv, None]
-                        scaled = self.advance(fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, lane, o)
-                        self.keep_state(state, slot_index, intermediate, n, row, t, hv, fh, scaled, keeps, null_index, row0, lane)
-                else:
-                    o = output[ni, t0, hv, None]
-                    scaled = self.advance(fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, lane, o)
-                    self.keep_state(state, slot_index, intermediate, n, row, 0, hv, fh, scaled, keeps, null_index, row0, lane)
-                if const_expr(self.update):
-                    if writes:
-                        self.store_rows(state[Int64(write_slot), hv, None, None], fh, scaled, row0, lane)
+            # True again, but the compiler cannot know: what follows stays behind the loads above. Otherwise it puts a hundred
+            # instructions of gate and norms before them.
+            cute.arch.sync_warp()
+            if cute.arch.vote_any_sync(live):
+                if const_expr(self.smem):
+                    T = const_expr(self.tokens)
+                    smem = SmemAllocator()
+                    wide = cute.make_layout((T, self.K), stride=(self.K, 1))
+                    sQ = smem.allocate_tensor(F32, wide, 16)
+                    sK = smem.allocate_tensor(F32, wide, 16)
+                    sG = smem.allocate_tensor(F32, wide, 16) if const_expr(self.per_k) else None
+                    sS = smem.allocate_tensor(F32, cute.make_layout((T, 4), stride=(4, 1)), 16)
+                    sV = smem.allocate_tensor(
+                        v.element_type, cute.make_layout((T, self.tile_v), stride=(self.tile_v, 1)), 16
+                    )
+                    self.write_stage(
+                        sQ, sK, sG, sV, sS, dt_bias, dh, A, bias, length, tid, wq, wk, wg, ws, wv,
+                        scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, use_qk_l2norm,
+                    )  # fmt: skip
+                    cute.arch.sync_threads()
+                elif const_expr(not self.loop):
+                    decay, beta = self.use_token(
+                        rq,
+                        rk,
+                        rg,
+                        rbias,
+                        ga,
+                        gb,
+                        A,
+                        bias,
+                        fq,
+                        fk,
+                        fg,
+                        softplus_beta,
+                        softplus_threshold,
+                        lower_bound,
+                        beta_scale,
+                    )
+                # rolled: unrolled over four chunks of a large tile one variant took 2.1 s to compile instead of 0.5
+                for it in cutlass.range(self.chunks, unroll=1):
+                    row0 = v0 + it * self.chunk + group * self.RV
+                    if const_expr(not self.early):
+                        self.copy_rows(source, raw, row0, lane, False)
+                        if const_expr(not self.loop and self.chunks > 1):
+                            self.read_values(v[ni, t0, hv, None], rv, row0)
+                    fh = self.fragment(F32)
+                    rw = cute.make_rmem_tensor((self.RV,), v.element_type)
+                    for i in cutlass.range_constexpr(self.RV):
+                        rw[i] = rv[i]
+                        for j in cutlass.range_constexpr(self.RK):
+                            fh[i, j] = raw[i, j].to(F32)
+                    if const_expr(self.early and self.chunks > 1):
+                        if it + 1 < self.chunks:
+                            self.copy_rows(source, raw, row0 + self.chunk, lane, False)
+                            if const_expr(not self.loop):
+                                self.read_values(v[ni, t0, hv, None], rv, row0 + self.chunk)
+                    scaled = F32(1.0)
+                    if const_expr(self.loop):
+                        for t in cutlass.range(length, unroll=1):
+                            if const_expr(self.smem):
+                                self.read_key(sQ[t, None], fq, lane)
+                                self.read_key(sK[t, None], fk, lane)
+                                if const_expr(self.per_k):
+                                    self.read_key(sG[t, None], fg, lane)
+                                decay = sS[t, 0]
+                                beta = sS[t, 1]
+                                kq = sS[t, 2]
+                                self.read_values(sV[t, None], rw, row0 - v0)
+                            else:
+                                self.read_token(q, k, a, ni, t0 + t, hq, hv, lane, rq, rk, rg)
+                                if const_expr(not self.per_k):
+                                    ga = a[ni, t0 + t, hv].to(F32)
+                                gb = b[ni, t0 + t, hv].to(F32)
+                                self.read_values(v[ni, t0 + t, hv, None], rw, row0)
+                                decay, beta = self.use_token(
+                                    rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg,
+                                    softplus_beta, softplus_threshold, lower_bound, beta_scale,
+                                )  # fmt: skip
+                            o = output[ni, t0 + t, hv, None]
+                            scaled = self.advance(
+                                fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, lane, o
+                            )
+                            self.keep_state(
+                                state,
+                                slot_index,
+                                intermediate,
+                                n,
+                                row,
+                                t,
+                                hv,
+                                fh,
+                                scaled,
+                                keeps,
+                                null_index,
+                                row0,
+                                lane,
+                            )
+                    else:
+                        o = output[ni, t0, hv, None]
+                        scaled = self.advance(
+                            fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, lane, o
+                        )
+                        self.keep_state(
+                            state, slot_index, intermediate, n, row, 0, hv, fh, scaled, keeps, null_index, row0, lane
+                        )
+                    if const_expr(self.update):
+                        if writes:
+                            self.store_rows(state[Int64(write_slot), hv, None, None], fh, scaled, row0, lane)
         else:
             for e in cutlass.range(tid, length * self.tile_v, self.threads, unroll=1):
                 output[ni, t0 + e // self.tile_v, hv, v0 + e % self.tile_v] = F32(0.0).to(output.element_type)
@@ -534,7 +604,11 @@ def fakes(facts: dict) -> list:
         return make_fake_tensor(dtype, shape, strides, assumed_align=align)
 
     def index(*shape):
-        return tensor(Int32, shape, tuple(stride() for _ in shape), 4)
+        return tensor(Int32, shape, tuple(cute.sym_int() for _ in shape), 4)
+
+    def small(dtype, *shape):
+        # Offsets of 32 bits save ten instructions before the first load, and these tensors have far less than 2^31 elements.
+        return tensor(dtype, shape, tuple(cute.sym_int() for _ in shape), dtype.width // 8)
 
     def rows(dtype, heads, width, e16):
         return tensor(dtype, (N, T, heads, width), (stride(divisibility=e16), stride(divisibility=e16), width, 1), 16)
@@ -543,13 +617,14 @@ def fakes(facts: dict) -> list:
     if per_k:
         gate = rows(a, HV, K, 16 // (a.width // 8))
     else:
-        gate = tensor(a, (N, T, HV), (stride(), stride(), stride()), a.width // 8)
-    beta = tensor(b, (N, T, HV), (stride(), stride(), stride()), b.width // 8)
+        gate = small(a, N, T, HV)
+    beta = small(b, N, T, HV)
     A_log = dt_bias = None
     if facts["A_log_dtype"]:
         A, d = DTYPES[facts["A_log_dtype"]], DTYPES[facts["dt_bias_dtype"]]
-        A_log = tensor(A, (cute.sym_int(),), (stride(),), A.width // 8)
-        dt_bias = tensor(d, (cute.sym_int(), K), (K, 1), 16) if per_k else tensor(d, (cute.sym_int(),), (stride(),), d.width // 8)
+        heads = cute.sym_int() if per_k else HV
+        A_log = tensor(A, (heads,), (1,), A.width // 8)
+        dt_bias = tensor(d, (cute.sym_int(), K), (K, 1), 16) if per_k else tensor(d, (HV,), (1,), d.width // 8)
     slot_index = None
     if kept == "indexed":
         slot_index = index(B)
@@ -584,4 +659,6 @@ def compile(facts: dict, knobs: dict, options: str, prefix: str):
     kernel.kernel.set_name_prefix(prefix, remove_cutlass_symbol=True, keep_mangled_name=False)
     scalars = [F32(1.0)] * 5 + [Int32(-1), Int32(1)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(kernel.gated_delta_rule_decode, *fakes(facts), *scalars, stream, options=f"--enable-tvm-ffi {options}")
+    return cute.compile(
+        kernel.gated_delta_rule_decode, *fakes(facts), *scalars, stream, options=f"--enable-tvm-ffi {options}"
+    )

@@ -17,8 +17,12 @@ class Knobs:
     vec: int = knob("vec", "state elements one load moves")
     lanes: int = knob("ln", "threads that share a row, a power of two")
     threads: int = knob("th", "threads a block")
-    stage: str = knob("", "where normalised q and k live: reg (each thread its own) or smem (once a block)", default="reg")
-    early: bool = knob("early", "the state's loads go before the gate, and the next rows' before this ones' stores", default=False)
+    stage: str = knob(
+        "", "where normalised q and k live: reg (each thread its own) or smem (once a block)", default="reg"
+    )
+    early: bool = knob(
+        "early", "the state's loads go before the gate, and the next rows' before this ones' stores", default=False
+    )
 
 
 def compiled_tokens(contract: Contract) -> int:

@@ -6,7 +6,7 @@ Calling convention. A decode kernel, CPU or CUDA, takes these positional argumen
     q, k          [B, T, H, K];  v  [B, T, HV, V];  last dimension contiguous. ragged: [1, total, ...]
     a             [B, T, HV] (GDN: a, or the log decay) or [B, T, HV, K] (KDA: g)
     b             [B, T, HV]: beta or its logit
-    A_log         [HV] or [H];  dt_bias  [HV] or [H], KDA: [HV, K] or [H, K]
+    A_log, dt_bias   GDN: [HV] each;  KDA: A_log [HV] or [H], dt_bias [HV, K] or [H, K]
     read_index    [B] int32;  write_index  [B] int32
     slot_index    int32: [B] (`indexed`: row of `intermediate`) or [B, 1+S] (`slots`: slot that token t's state goes to)
     accepted      [B] int32: the start column is clamp(accepted, 1, 1+S) - 1

@@ -19,7 +19,9 @@ class Stream:
     def __init__(self, facts: dict, knobs: dict):
         self.dtype = DTYPES[facts["state_dtype"]]
         self.update, self.steps = facts["update"], facts["steps"]
-        self.tile, self.ilp, self.vec, self.threads, self.early = (knobs[n] for n in ("tile", "ilp", "vec", "threads", "early"))
+        self.tile, self.ilp, self.vec, self.threads, self.early = (
+            knobs[n] for n in ("tile", "ilp", "vec", "threads", "early")
+        )
         self.chunk = self.threads * self.vec * self.ilp
         self.chunks = self.tile // self.chunk
 
@@ -85,8 +87,12 @@ def compile(facts: dict, knobs: dict, options: str, prefix: str):
     intermediate = None
     if facts["steps"]:
         strides = (cute.sym_int64(divisibility=align), cute.sym_int64(divisibility=align), 1)
-        intermediate = make_fake_tensor(kernel.dtype, (slots, cute.sym_int(symbol="steps"), width), strides, assumed_align=16)
+        intermediate = make_fake_tensor(
+            kernel.dtype, (slots, cute.sym_int(symbol="steps"), width), strides, assumed_align=16
+        )
     sink = make_fake_tensor(Float32, (1,), (1,), assumed_align=4)
     kernel.kernel.set_name_prefix(prefix, remove_cutlass_symbol=True, keep_mangled_name=False)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(kernel.stream_state, state, intermediate, Float32(1.0), sink, stream, options=f"--enable-tvm-ffi {options}")
+    return cute.compile(
+        kernel.stream_state, state, intermediate, Float32(1.0), sink, stream, options=f"--enable-tvm-ffi {options}"
+    )

@@ -1,6 +1,5 @@
 """What a report says, apart from how it looks: sections of blocks. Text may hold `code` in backticks, and no other markup."""
 
-import textwrap
 from typing import NamedTuple
 
 # Of a table's line in Markdown and of everything in the terminal: fits a side-by-side diff and a page of GitHub.
@@ -34,18 +33,15 @@ class Grid(NamedTuple):
     shades: tuple[tuple[float | None, ...], ...] = ()
     left: int = 1
 
-    def fitted(self, width: int = WIDTH) -> "Grid":
-        """This grid with its longest cells cut until its Markdown lines are at most `width` columns."""
+    def fitted(self, width: int = WIDTH, between: int = 3, edges: int = 4) -> "Grid":
+        """This grid with its longest cells cut until its lines, with what stands between cells and at the edges, fit `width`."""
         columns = list(zip(self.headers, *self.rows, strict=True))
         widths = [max(map(len, column)) for column in columns]
-        while sum(widths) + 3 * len(widths) + 1 > width and max(widths) > 8:
+        while sum(widths) + between * (len(widths) - 1) + edges > width and max(widths) > 8:
             widths[widths.index(max(widths))] -= 1
 
         def cut(row: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(
-                textwrap.shorten(cell, w, placeholder="...") or cell[:w] if len(cell) > w else cell
-                for cell, w in zip(row, widths, strict=True)
-            )
+            return tuple(c if len(c) <= w else c[: w - 3] + "..." for c, w in zip(row, widths, strict=True))
 
         return self._replace(headers=cut(self.headers), rows=tuple(map(cut, self.rows)))
 

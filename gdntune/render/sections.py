@@ -38,25 +38,22 @@ TIMERS = {
 def document(sources: "Sequence[Source]", frame: "pd.DataFrame") -> Document:
     """The whole report."""
     chosen = frame[frame["chosen"]]
-    letters = _letters(chosen)
-    names = list(dict.fromkeys(s.name for s in sources))
+    letters = _Letters()
     sections = [Section("Summary", tuple(_summary(sources, frame, chosen)))]
     sections += _failures(sources)
     for source in sources:
         for base in sorted({c.replace(tokens=1) for c in _contracts(source)}):
-            title = contract_words(base)
-            part = _of_contract(frame[frame["run"] == source.name], base)
-            sections.append(
-                Section(
-                    f"{source.name}: {title}" if len(sources) > 1 else title, tuple(_contract_blocks(part, letters))
-                )
-            )
+            words = contract_words(base)
+            title = f"{source.name}: {words}" if len(sources) > 1 else words
+            part = _of_contract(chosen[chosen["run"] == source.name], base)
+            sections.append(Section(title, tuple(_contract_blocks(part, letters))))
     sections += _differences(sources, chosen, letters)
     sections.append(Section("How to read the tables", tuple(_reading(sources, chosen)), detail=True))
     for source in sources:
         title = f"Environment of {source.name}" if len(sources) > 1 else "Environment"
         sections.append(Section(title, tuple(_environment(source)), detail=True))
     sections.append(Section("How to reproduce", tuple(_reproduce(sources)), detail=True))
+    names = dict.fromkeys(s.name for s in sources)
     return Document(f"gdntune report: {', '.join(names)}", tuple(s for s in sections if s.blocks))
 
 
@@ -151,8 +148,7 @@ def _subject(record: Record) -> str:
 # -- a contract's tables
 
 
-def _contract_blocks(part: "pd.DataFrame", letters: dict[str, str]) -> Iterator[Block]:
-    chosen = part[part["chosen"]]
+def _contract_blocks(chosen: "pd.DataFrame", letters: "_Letters") -> Iterator[Block]:
     if not len(chosen):
         yield Text("No cell of this contract has a checked variant with final samples.")
         return
@@ -165,12 +161,8 @@ def _contract_blocks(part: "pd.DataFrame", letters: dict[str, str]) -> Iterator[
         yield from _grids("Speed-up over the default rule", cells, lambda c: ratio(c["speedup_over_default"]))
     yield from _grids("Which variant was chosen", cells, lambda c: letters[c["variant"]])
     counts = Counter(chosen["variant"])
-    yield Bullets(
-        tuple(
-            f"{letters[name]}: `{name}`, {n} cell{'s' * (n > 1)}"
-            for name, n in sorted(counts.items(), key=lambda i: (len(letters[i[0]]), letters[i[0]]))
-        )
-    )
+    legend = sorted(counts, key=lambda name: (len(letters[name]), letters[name]))
+    yield Bullets(tuple(f"{letters[name]}: `{name}`, {counts[name]} cell{'s' * (counts[name] > 1)}" for name in legend))
 
 
 def _grids(caption: str, cells: dict[tuple[int, int, int, int], Any], show: Callable[[Any], str]) -> Iterator[Grid]:
@@ -194,7 +186,7 @@ def _share(cell: Any) -> str:
     return f"{100 * cell['sol']:.1f}{mark}"
 
 
-def _differences(sources: "Sequence[Source]", chosen: "pd.DataFrame", letters: dict[str, str]) -> list[Section]:
+def _differences(sources: "Sequence[Source]", chosen: "pd.DataFrame", letters: "_Letters") -> list[Section]:
     """Where two runs on one device, under different policies, choose differently."""
     sections = []
     for one, other in combinations(sources, 2):
@@ -311,17 +303,16 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(math.fsum(logs) / len(logs))
 
 
-def _letters(chosen: "pd.DataFrame") -> dict[str, str]:
-    """A short name for each chosen variant, A, B, ... Z, AA, ..., in the order of the frame; the same in all tables."""
-    found: dict[str, str] = {}
-    for name in chosen["variant"]:
-        if name not in found:
-            n, letters = len(found) + 1, ""
-            while n:
-                n, digit = divmod(n - 1, 26)
-                letters = chr(ord("A") + digit) + letters
-            found[name] = letters
-    return found
+class _Letters(dict[str, str]):
+    """A short name for each variant, A, B, ... Z, AA, ..., in the order in which they are asked for; the same in all tables."""
+
+    def __missing__(self, name: str) -> str:
+        n, letters = len(self) + 1, ""
+        while n:
+            n, digit = divmod(n - 1, 26)
+            letters = chr(ord("A") + digit) + letters
+        self[name] = letters
+        return letters
 
 
 def _contracts(source: "Source") -> set[Contract]:

@@ -32,6 +32,8 @@ def print_document(document: Document, console: Console, *, details: bool = Fals
             elif isinstance(block, Code):
                 console.print(Padding(Styled(block.text), (0, 0, 0, 2), expand=False))
             else:
+                if block.caption:
+                    console.print(Styled(block.caption, "italic"))
                 console.print(_table(block))
                 console.print()
     if any(g.shades for s in document.sections for g in s.blocks if isinstance(g, Grid)):
@@ -44,14 +46,8 @@ def _plain(text: str) -> Styled:
 
 
 def _table(grid: Grid) -> Table:
-    table = Table(
-        title=_plain(grid.caption) if grid.caption else None,
-        title_justify="left",
-        title_style="italic",
-        box=None,
-        pad_edge=False,
-    )
-    grid = grid.fitted()
+    table = Table(box=None, pad_edge=False)
+    grid = grid.fitted(between=2, edges=0)
     for i, header in enumerate(grid.headers):
         table.add_column(Styled(header), justify="left" if i < grid.left else "right", no_wrap=True)
     for i, row in enumerate(grid.rows):

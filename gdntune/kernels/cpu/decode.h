@@ -67,7 +67,8 @@ class Decode {
 
   // One token of one head: what `update` and `dots` multiply the state by.
   struct alignas(64) Keys {
-    float decay[K], k[K], kd[K], qd[K];
+    float decay[K], kd[K], qd[K];
+    const float* k;
     float beta, kq;
   };
 
@@ -75,7 +76,7 @@ class Decode {
   struct alignas(64) Scratch {
     float kept[tile_v * K];
     float v[tile_v], u[tile_v], o[tile_v];
-    float q[MAX_TOKENS][K], k[MAX_TOKENS][K];
+    float q[MAX_TOKENS][K], k[MAX_TOKENS][K], kq[MAX_TOKENS];
     Keys keys[MAX_TOKENS];
   };
 
@@ -101,11 +102,17 @@ class Decode {
     F part[sum_parts];
   };
 
+  // The next tile, whose rows in flight are fetched into the cache meanwhile: the lower and the upper half of the groups, so that two passes share
+  // them and the memory never idles. Null for none.
+  struct Ahead {
+    State *low, *high;
+  };
+
   // A pass over one chunk of a tile `from` memory or kept: applies the `last` token's decay and u, sums the `next` token's dots, keeps the rows in
   // fp32, stores them as the state after a token to `passing` and as the last to `final`, fetches the chunk of the tile `ahead` into the cache.
   template <bool update, bool dots, class From>
   __attribute__((always_inline)) static void sweep(const Keys& last, const P (&u)[ilp], const Keys& next, Sum (&sk)[ilp], Sum (&sq)[ilp], const From* from,
-                                                   int64_t from_stride, float* keep, State* passing, State* final, State* ahead, int64_t stride, int row) {
+                                                   int64_t from_stride, float* keep, State* passing, State* final, Ahead ahead, int64_t stride, int row) {
     for (int step = 0; step < steps; step++) {
       P decay, k, kd, qd, s[ilp];
       if constexpr (update) decay = factor(last.decay, step), k = factor(last.k, step);
@@ -122,9 +129,11 @@ class Decode {
           }
         }
       }
-      if (ahead && step % steps_a_line == 0) {
+      if (step % steps_a_line == 0) {
 #pragma GCC unroll 8
-        for (int i = 0; i < ilp; i += groups_a_line) __builtin_prefetch(place(ahead, stride, row, step, i));
+        for (int i = 0; i < ilp; i += groups_a_line) {
+          if (State* next_tile = i < ilp / 2 ? ahead.low : ahead.high) __builtin_prefetch(place(next_tile, stride, row, step, i));
+        }
       }
       if (dots && keep) {
 #pragma GCC unroll 8
@@ -219,29 +228,32 @@ class Decode {
     }
   }
 
-  // q and k of a request's head: fp32, normalised, q scaled.
+  // q and k of a request's head: fp32, normalised, q scaled; and k.q.
   static void prepare_head(const Call& c, const Request& r, int64_t h, Scratch& w) {
     for (int t = 0; t < r.tokens; t++) {
       read(c.q, c.q.at(r.batch, r.first + t, h), 1, K, w.q[t]);
       read(c.k, c.k.at(r.batch, r.first + t, h), 1, K, w.k[t]);
       if (k_last) arrange<State, vec>(w.q[t], K), arrange<State, vec>(w.k[t], K);
-      F qq{}, kk{};
+      F qq{}, kk{}, kq{};
       for (int i = 0; i < K; i += vec) {
         F q = load<vec>(w.q[t] + i), k = load<vec>(w.k[t] + i);
         qq += q * q;
         kk += k * k;
+        kq += k * q;
       }
-      const float qn = c.scale * (c.l2norm ? 1.0f / std::sqrt(sum<vec>(qq) + 1e-6f) : 1.0f);
-      const float kn = c.l2norm ? 1.0f / std::sqrt(sum<vec>(kk) + 1e-6f) : 1.0f;
+      const Floats<4> s = sums<vec>(qq, kk, kq, kq);
+      const float qn = c.scale * (c.l2norm ? 1.0f / std::sqrt(s[0] + 1e-6f) : 1.0f);
+      const float kn = c.l2norm ? 1.0f / std::sqrt(s[2] + 1e-6f) : 1.0f;
       for (int i = 0; i < K; i += vec) {
         store<vec>(w.q[t] + i, load<vec>(w.q[t] + i) * qn);
         store<vec>(w.k[t] + i, load<vec>(w.k[t] + i) * kn);
       }
+      w.kq[t] = s[1] * qn * kn;
     }
   }
 
   // exp of the log decay; x is a or g, `bias` and A = exp(A_log) are not used where the log decay is given.
-  static F decay_of(const Call& c, F x, F bias, float A) {
+  static F decay_of(const Call& c, F x, F bias, F A) {
     if (c.A_log.given) {
       x += bias;
       if (Setting::lower_bound) {
@@ -257,29 +269,33 @@ class Decode {
   // The gates of a request's value head, folded into its keys.
   static void prepare_gates(const Call& c, const Request& r, int64_t h, int64_t hv, Scratch& w) {
     const int64_t a_head = c.A_log.size[0] == c.HV ? hv : h, bias_head = c.dt_bias.size[0] == c.HV ? hv : h;
-    const float A = c.A_log.given ? std::exp(read_one(c.A_log, c.A_log.at(a_head))) : 0.0f;
-    // GDN's one log decay a head fills a vector, KDA's one a key all of them.
-    const int n = c.by_key ? K : vec;
+    const F A = c.A_log.given ? exp_of<vec>(splat<vec>(read_one(c.A_log, c.A_log.at(a_head)))) : F{};
     float bias[K], g[K];
-    if (c.dt_bias.given) read(c.dt_bias, c.dt_bias.at(bias_head), c.by_key ? c.dt_bias.stride[1] : 0, n, bias);
-    else for (float& x : bias) x = 0.0f;
+    F bias_of_head{}, decay{};
+    if (c.dt_bias.given && c.by_key) read(c.dt_bias, c.dt_bias.at(bias_head), c.dt_bias.stride[1], K, bias);
+    else if (c.dt_bias.given) bias_of_head = splat<vec>(read_one(c.dt_bias, c.dt_bias.at(bias_head)));
     for (int t = 0; t < r.tokens; t++) {
       Keys& keys = w.keys[t];
-      read(c.a, c.a.at(r.batch, r.first + t, hv), c.by_key ? c.a.stride[3] : 0, n, g);
-      for (int i = 0; i < n; i += vec) store<vec>(g + i, decay_of(c, load<vec>(g + i), load<vec>(bias + i), A));
-      if (k_last && c.by_key) arrange<State, vec>(g, K);
-      F kq{};
-      for (int i = 0; i < K; i += vec) {
-        F q = load<vec>(w.q[t] + i), k = load<vec>(w.k[t] + i), decay = load<vec>(g + i % n);
-        kq += k * q;
-        store<vec>(keys.decay + i, decay);
-        store<vec>(keys.k + i, k);
-        store<vec>(keys.kd + i, k * decay);
-        store<vec>(keys.qd + i, q * decay);
+      const char* a = c.a.at(r.batch, r.first + t, hv);
+      if (c.by_key) {
+        read(c.a, a, c.a.stride[3], K, g);
+        for (int i = 0; i < K; i += vec) {
+          store<vec>(g + i, decay_of(c, load<vec>(g + i), c.dt_bias.given ? load<vec>(bias + i) : F{}, A));
+        }
+        if (k_last) arrange<State, vec>(g, K);
+      } else {
+        decay = decay_of(c, splat<vec>(read_one(c.a, a)), bias_of_head, A);
       }
-      keys.kq = sum<vec>(kq);
+      for (int i = 0; i < K; i += vec) {
+        if (c.by_key) decay = load<vec>(g + i);
+        store<vec>(keys.decay + i, decay);
+        store<vec>(keys.kd + i, load<vec>(w.k[t] + i) * decay);
+        store<vec>(keys.qd + i, load<vec>(w.q[t] + i) * decay);
+      }
       const float beta = read_one(c.b, c.b.at(r.batch, r.first + t, hv));
       keys.beta = c.beta_scale * (Setting::beta_logit ? sigmoid_of<vec>(splat<vec>(beta))[0] : beta);
+      keys.k = w.k[t];
+      keys.kq = w.kq[t];
     }
   }
 
@@ -337,7 +353,7 @@ class Decode {
       if (!k_last) arrange<State, vec>(w.v, tile_v);
       if (end == 0) only_token(w.keys[0], from, passing, final, ahead, c.V, w);
       else if (t == 0) first_token(w.keys[0], from, c.V, w);
-      else next_token(w.keys[t - 1], w.keys[t], between(c, r, n, hv, row, t - 1), stores || t < end ? nullptr : ahead, c.V, w);
+      else next_token(w.keys[t - 1], w.keys[t], between(c, r, n, hv, row, t - 1), t < end ? nullptr : ahead, stores, c.V, w);
       if (!k_last) arrange<State, vec>(w.o, tile_v, true);
       write(c.output, c.output.at(r.batch, r.first + t, hv) + row * c.output.bytes(), w.o, tile_v);
     }
@@ -352,12 +368,12 @@ class Decode {
       P u[ilp];
       Sum sk[ilp] = {}, sq[ilp] = {};
       if (row < tile_v) {
-        sweep<false, true>(keys, u, keys, sk, sq, from, stride, nullptr, nullptr, nullptr, stores ? nullptr : ahead, stride, row);
+        sweep<false, true>(keys, u, keys, sk, sq, from, stride, nullptr, nullptr, nullptr, {ahead, stores ? nullptr : ahead}, stride, row);
         finish(keys, sk, sq, u, row, w);
       }
       if (row > 0 && stores) {
         recall(u, row - chunk, w);
-        sweep<true, false>(keys, u, keys, sk, sq, from, stride, nullptr, passing, final, ahead, stride, row - chunk);
+        sweep<true, false>(keys, u, keys, sk, sq, from, stride, nullptr, passing, final, {nullptr, ahead}, stride, row - chunk);
       }
     }
   }
@@ -366,17 +382,17 @@ class Decode {
     for (int row = 0; row < tile_v; row += chunk) {
       P u[ilp];
       Sum sk[ilp] = {}, sq[ilp] = {};
-      sweep<false, true>(next, u, next, sk, sq, from, stride, w.kept, nullptr, nullptr, nullptr, 0, row);
+      sweep<false, true>(next, u, next, sk, sq, from, stride, w.kept, nullptr, nullptr, {}, 0, row);
       finish(next, sk, sq, u, row, w);
     }
   }
 
-  __attribute__((noinline)) static void next_token(const Keys& last, const Keys& next, State* passing, State* ahead, int64_t stride, Scratch& w) {
+  __attribute__((noinline)) static void next_token(const Keys& last, const Keys& next, State* passing, State* ahead, bool stores, int64_t stride, Scratch& w) {
     for (int row = 0; row < tile_v; row += chunk) {
       P u[ilp];
       Sum sk[ilp] = {}, sq[ilp] = {};
       recall(u, row, w);
-      sweep<true, true, float>(last, u, next, sk, sq, w.kept, tile_v, w.kept, passing, nullptr, ahead, stride, row);
+      sweep<true, true, float>(last, u, next, sk, sq, w.kept, tile_v, w.kept, passing, nullptr, {ahead, stores ? nullptr : ahead}, stride, row);
       finish(next, sk, sq, u, row, w);
     }
   }
@@ -386,7 +402,7 @@ class Decode {
       P u[ilp];
       Sum sk[ilp] = {}, sq[ilp] = {};
       recall(u, row, w);
-      sweep<true, false, float>(last, u, last, sk, sq, w.kept, tile_v, nullptr, passing, final, ahead, stride, row);
+      sweep<true, false, float>(last, u, last, sk, sq, w.kept, tile_v, nullptr, passing, final, {nullptr, ahead}, stride, row);
     }
   }
 
