@@ -37,14 +37,16 @@ class Recurrent:
         self.loop = self.tokens > 1
         self.tile_v, self.vec, self.lanes, self.threads = (knobs[n] for n in ("tile_v", "vec", "lanes", "threads"))
         self.smem, self.early = knobs["stage"] == "smem", knobs["early"]
-        self.RK = self.K // self.lanes
+        self.split = knobs["split"]
+        self.shares = self.lanes * self.split
+        self.RK = self.K // self.shares
         self.RV = knobs["ilp"] if self.k_last else self.vec
         # a thread's key positions: KC runs of KV neighbours
         self.KV = self.vec if self.k_last else self.RK
         self.KC = self.RK // self.KV
         # in a warp, v_last puts the threads of a row apart so that neighbours read along V
         self.step = 1 if self.k_last else 32 // self.lanes
-        self.groups = self.threads // self.lanes
+        self.groups = self.threads // self.shares
         self.chunk = self.groups * self.RV
         self.chunks = self.tile_v // self.chunk
         # staging: tokens a warp normalises, and loads of VW elements of v a thread makes
@@ -64,8 +66,8 @@ class Recurrent:
             B = cu_seqlens.shape[0] - 1
         HV = v.shape[2]
         heads = cute.FastDivmodDivisorV2(HV // q.shape[2])
-        A_shared = A_log is not None and self.per_k and A_log.shape[0] != HV
-        dt_shared = dt_bias is not None and self.per_k and dt_bias.shape[0] != HV
+        A_shared = A_log.shape[0] != HV if const_expr(A_log is not None and self.per_k) else None
+        dt_shared = dt_bias.shape[0] != HV if const_expr(dt_bias is not None and self.per_k) else None
         slots = state.shape[0]
         tokens = q.shape[1] if const_expr(self.loop) else Int32(1)
         columns = slot_index.shape[1] if const_expr(self.intermediate == "slots") else None
@@ -73,28 +75,30 @@ class Recurrent:
         steps = intermediate.shape[1] if const_expr(intermediate is not None) else None
         self.kernel(
             self.view(state, 1), self.view(q, 2), self.view(k, 2), self.view(v, 2), self.view(a, 2), self.view(b, 2), A_log, dt_bias,
-            self.view(read_index, 1), self.view(write_index, 1), self.view(slot_index, 2), self.view(accepted, 1),
+            self.view(read_index, 1), self.view(write_index, 1), self.view(slot_index, 2, None), self.view(accepted, 1),
             self.view(cu_seqlens, 1), self.view(intermediate, 2), self.view(output, 2),
             scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm, heads,
             slots, tokens, columns, rows, steps, A_shared, dt_shared,
         ).launch(grid=(self.V // self.tile_v, HV, B), block=(self.threads, 1, 1), stream=stream)  # fmt: skip
 
-    def view(self, x, leading):
+    def view(self, x, leading, tokens=1):
         """The same memory under a layout whose sizes are constants, so that a launch carries the pointer and the strides of the
-        `leading` dimensions alone: 200 bytes of parameters, not 420, of which a cold kernel waits for each 64."""
+        `leading` dimensions alone: 200 bytes of parameters, not 420. A cold kernel waits for them: 0.2 us at B=1 on an H100.
+
+        tokens: the dimension that T = 1 never moves along; None where it has none.
+        """
         if x is None:
             return None
-        shape = (1,) * leading + tuple(x.shape[leading:])
-        # the token's stride of a kernel for one token is never used
-        stride = tuple(x.stride[d] if d == 0 or self.loop else 0 for d in range(leading)) + tuple(x.stride[leading:])
-        shape = tuple(n if isinstance(n, int) else 1 for n in shape)
+        leading = min(leading, len(x.shape))
+        shape = (1,) * leading + tuple(n if isinstance(n, int) else 1 for n in x.shape[leading:])
+        stride = tuple(0 if d == tokens and not self.loop else x.stride[d] for d in range(len(x.shape)))
         return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=stride))
 
     @cute.jit
     def read_key(self, source, target, lane):
         """A thread's RK key positions of a [K] vector."""
         for c in cutlass.range_constexpr(self.KC):
-            run = cute.local_tile(source, (self.KV,), (c * self.lanes + lane,))
+            run = cute.local_tile(source, (self.KV,), (c * self.shares + lane,))
             cute.autovec_copy(run, cute.local_tile(target, (self.KV,), (c,)))
 
     @cute.jit
@@ -108,7 +112,7 @@ class Recurrent:
         if const_expr(self.k_last):
             for i in cutlass.range_constexpr(self.RV):
                 for c in cutlass.range_constexpr(self.KC):
-                    m = cute.local_tile(tile[row0 + i, None], (self.vec,), (c * self.lanes + lane,))
+                    m = cute.local_tile(tile[row0 + i, None], (self.vec,), (c * self.shares + lane,))
                     r = cute.local_tile(raw[i, None], (self.vec,), (c,))
                     if const_expr(store):
                         cute.autovec_copy(r, m)
@@ -158,18 +162,30 @@ class Recurrent:
         return x * beta_scale
 
     @cute.jit
-    def reduce_rows(self, x, y):
-        """Sums the RV values of x and y over the threads of a row; step by step over all rows, so that shuffles overlap."""
+    def reduce(self, sums, n: cutlass.Constexpr, sR, turn, lane, group):
+        """Sums n values over the threads of a row: butterflies step by step, so that shuffles overlap, then over the row's warps.
+
+        sR: shared memory of two turns, so that one barrier a token is enough; None where a row is one warp's.
+        """
         for s in cutlass.range_constexpr(self.lanes.bit_length() - 1):
             offset = (self.lanes >> (s + 1)) * self.step
-            for i in cutlass.range_constexpr(self.RV):
-                x[i] = x[i] + cute.arch.shuffle_sync_bfly(x[i], offset=offset, mask=-1, mask_and_clamp=31)
-                y[i] = y[i] + cute.arch.shuffle_sync_bfly(y[i], offset=offset, mask=-1, mask_and_clamp=31)
+            for i in cutlass.range_constexpr(n):
+                sums[i] = sums[i] + cute.arch.shuffle_sync_bfly(sums[i], offset=offset, mask=-1, mask_and_clamp=31)
+        if const_expr(self.split > 1):
+            if lane % self.lanes == 0:
+                for i in cutlass.range_constexpr(n):
+                    sR[turn, lane // self.lanes, group, i] = sums[i]
+            cute.arch.sync_threads()
+            for i in cutlass.range_constexpr(n):
+                x = F32(0.0)
+                for w in cutlass.range_constexpr(self.split):
+                    x += sR[turn, w, group, i]
+                sums[i] = x
 
     @cute.jit
     def advance(
         self, fh, rv, fq, fk, fg, decay: Float32, scaled: Float32, beta: Float32, kq: Float32, scale: Float32, use_qk_l2norm: Int32,
-        row0, lane, o,
+        row0, lane, group, sR, turn, o,
     ):  # fmt: skip
         """One token on the RV by RK elements in fh: both sums, the update and the output rows. Gives the new `scaled`.
 
@@ -192,20 +208,20 @@ class Recurrent:
                         for j in cutlass.range_constexpr(self.RK):
                             fh[i, j] = fh[i, j] * scaled
                     scaled = F32(1.0)
-        pk = cute.make_rmem_tensor((self.RV,), F32)
-        pq = cute.make_rmem_tensor((self.RV,), F32)
+        n = const_expr(2 * self.RV + (0 if self.smem else 3))
+        sums = cute.make_rmem_tensor((n,), F32)
         for i in cutlass.range_constexpr(self.RV):
             x = F32(0.0)
             y = F32(0.0)
             for j in cutlass.range_constexpr(self.RK):
                 x += fh[i, j] * fk[j]
                 y += fh[i, j] * fq[j]
-            pk[i] = x
-            pq[i] = y
+            sums[2 * i] = x
+            sums[2 * i + 1] = y
         iq = F32(1.0)
         ik = F32(1.0)
         if const_expr(self.smem):
-            self.reduce_rows(pk, pq)
+            self.reduce(sums, n, sR, turn, lane, group)
         else:
             sq = F32(0.0)
             sk = F32(0.0)
@@ -214,20 +230,19 @@ class Recurrent:
                 sq += fq[j] * fq[j]
                 sk += fk[j] * fk[j]
                 kq += fq[j] * fk[j]
-            self.reduce_rows(pk, pq)
-            for s in cutlass.range_constexpr(self.lanes.bit_length() - 1):
-                offset = (self.lanes >> (s + 1)) * self.step
-                sq += cute.arch.shuffle_sync_bfly(sq, offset=offset, mask=-1, mask_and_clamp=31)
-                sk += cute.arch.shuffle_sync_bfly(sk, offset=offset, mask=-1, mask_and_clamp=31)
-                kq += cute.arch.shuffle_sync_bfly(kq, offset=offset, mask=-1, mask_and_clamp=31)
-            iq, ik = self.norms(sq, sk, scale, use_qk_l2norm)
-            kq = kq * iq * ik
+            sums[n - 3] = sq
+            sums[n - 2] = sk
+            sums[n - 1] = kq
+            self.reduce(sums, n, sR, turn, lane, group)
+            iq, ik = self.norms(sums[n - 3], sums[n - 2], scale, use_qk_l2norm)
+            kq = sums[n - 1] * iq * ik
+        pq = cute.make_rmem_tensor((self.RV,), F32)
         unscale = ik
         if const_expr(self.loop and not self.per_k):
             unscale = cute.arch.rcp_approx(scaled) * ik
         for i in cutlass.range_constexpr(self.RV):
-            u = (rv[i].to(F32) - pk[i] * (scaled * ik)) * beta
-            pq[i] = pq[i] * (scaled * iq) + u * kq
+            u = (rv[i].to(F32) - sums[2 * i] * (scaled * ik)) * beta
+            pq[i] = sums[2 * i + 1] * (scaled * iq) + u * kq
             w = u * unscale
             for j in cutlass.range_constexpr(self.RK):
                 if const_expr(self.per_k or self.loop):
@@ -248,14 +263,14 @@ class Recurrent:
         return scaled
 
     @cute.jit
-    def parameters(self, A_log, dt_bias, heads_v, hq, hv):
+    def parameters(self, A_log, A_shared, dt_shared, hq, hv):
         """The head's row of A_log and of dt_bias: one a value head or, of KDA, one a q/k head."""
         ah = hv
         dh = hv
         if const_expr(A_log is not None and self.per_k):
-            if A_log.shape[0] != heads_v:
+            if A_shared:
                 ah = hq
-            if dt_bias.shape[0] != heads_v:
+            if dt_shared:
                 dh = hq
         return ah, dh
 
@@ -369,8 +384,9 @@ class Recurrent:
             lane = tid % self.lanes
             group = tid // self.lanes
         else:
-            lane = tid % 32 // self.step
-            group = tid // 32 * self.step + tid % self.step
+            warp = tid // 32
+            lane = warp % self.split * self.lanes + tid % 32 // self.step
+            group = warp // self.split * self.step + tid % self.step
         hq, _ = divmod(hv, heads)
 
         # the slot to start from; an index outside the pool is padding too, so no index reaches memory that is not the pool's
@@ -378,7 +394,7 @@ class Recurrent:
         if const_expr(self.intermediate == "slots"):
             column = Int32(0)
             if const_expr(self.accepted):
-                column = cutlass.min(cutlass.max(accepted[n], 1), slot_index.shape[1]) - 1
+                column = cutlass.min(cutlass.max(accepted[n], 1), columns) - 1
             slot = slot_index[n, column]
         elif const_expr(self.pool):
             slot = read_index[n]
@@ -391,16 +407,15 @@ class Recurrent:
         # where the request's tokens lie, and how many there are
         ni = n
         t0 = Int32(0)
-        length = q.shape[1]
+        length = tokens
         if const_expr(self.ragged):
             ni = Int32(0)
-            total = q.shape[1]
-            t0 = cutlass.min(cutlass.max(cu_seqlens[n], 0), total)
-            length = cutlass.max(cutlass.min(cutlass.min(cu_seqlens[n + 1], total) - t0, self.tokens), 0)
+            t0 = cutlass.min(cutlass.max(cu_seqlens[n], 0), tokens)
+            length = cutlass.max(cutlass.min(cutlass.min(cu_seqlens[n + 1], tokens) - t0, self.tokens), 0)
 
         # What does not hang on the slot is loaded while the slot's index is on its way: at B=1 an H100 waits 0.6 us for each.
         v0 = vt * self.tile_v
-        ah, dh = self.parameters(A_log, dt_bias, v.shape[2], hq, hv)
+        ah, dh = self.parameters(A_log, A_shared, dt_shared, hq, hv)
         A = F32(0.0) if const_expr(A_log is None) else A_log[ah].to(F32)
         bias = F32(0.0) if const_expr(dt_bias is None or self.per_k) else dt_bias[dh].to(F32)
         rq = cute.make_rmem_tensor((self.RK,), q.element_type)
@@ -443,7 +458,7 @@ class Recurrent:
         keeps = live
         if const_expr(self.intermediate == "indexed"):
             at = slot_index[n]
-            keeps = at >= 0 and at < intermediate.shape[0] and at != null_index
+            keeps = at >= 0 and at < rows and at != null_index
             row = Int64(at)
 
         if live:
@@ -457,131 +472,109 @@ class Recurrent:
             kq = F32(0.0)
             if const_expr(self.early):
                 self.copy_rows(source, raw, v0 + group * self.RV, lane, False)
-            # True again, but the compiler cannot know: what follows stays behind the loads above. Otherwise it puts a hundred
-            # instructions of gate and norms before them.
-            cute.arch.sync_warp()
-            if cute.arch.vote_any_sync(live):
-                if const_expr(self.smem):
-                    T = const_expr(self.tokens)
-                    smem = SmemAllocator()
-                    wide = cute.make_layout((T, self.K), stride=(self.K, 1))
-                    sQ = smem.allocate_tensor(F32, wide, 16)
-                    sK = smem.allocate_tensor(F32, wide, 16)
-                    sG = smem.allocate_tensor(F32, wide, 16) if const_expr(self.per_k) else None
-                    sS = smem.allocate_tensor(F32, cute.make_layout((T, 4), stride=(4, 1)), 16)
-                    sV = smem.allocate_tensor(
-                        v.element_type, cute.make_layout((T, self.tile_v), stride=(self.tile_v, 1)), 16
-                    )
-                    self.write_stage(
-                        sQ, sK, sG, sV, sS, dt_bias, dh, A, bias, length, tid, wq, wk, wg, ws, wv,
-                        scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, use_qk_l2norm,
-                    )  # fmt: skip
-                    cute.arch.sync_threads()
-                elif const_expr(not self.loop):
-                    decay, beta = self.use_token(
-                        rq,
-                        rk,
-                        rg,
-                        rbias,
-                        ga,
-                        gb,
-                        A,
-                        bias,
-                        fq,
-                        fk,
-                        fg,
-                        softplus_beta,
-                        softplus_threshold,
-                        lower_bound,
-                        beta_scale,
-                    )
-                # rolled: unrolled over four chunks of a large tile one variant took 2.1 s to compile instead of 0.5
-                for it in cutlass.range(self.chunks, unroll=1):
-                    row0 = v0 + it * self.chunk + group * self.RV
-                    if const_expr(not self.early):
-                        self.copy_rows(source, raw, row0, lane, False)
-                        if const_expr(not self.loop and self.chunks > 1):
-                            self.read_values(v[ni, t0, hv, None], rv, row0)
-                    fh = self.fragment(F32)
-                    rw = cute.make_rmem_tensor((self.RV,), v.element_type)
-                    for i in cutlass.range_constexpr(self.RV):
-                        rw[i] = rv[i]
-                        for j in cutlass.range_constexpr(self.RK):
-                            fh[i, j] = raw[i, j].to(F32)
-                    if const_expr(self.early and self.chunks > 1):
-                        if it + 1 < self.chunks:
-                            self.copy_rows(source, raw, row0 + self.chunk, lane, False)
-                            if const_expr(not self.loop):
-                                self.read_values(v[ni, t0, hv, None], rv, row0 + self.chunk)
-                    scaled = F32(1.0)
-                    if const_expr(self.loop):
-                        for t in cutlass.range(length, unroll=1):
-                            if const_expr(self.smem):
-                                self.read_key(sQ[t, None], fq, lane)
-                                self.read_key(sK[t, None], fk, lane)
-                                if const_expr(self.per_k):
-                                    self.read_key(sG[t, None], fg, lane)
-                                decay = sS[t, 0]
-                                beta = sS[t, 1]
-                                kq = sS[t, 2]
-                                self.read_values(sV[t, None], rw, row0 - v0)
-                            else:
-                                self.read_token(q, k, a, ni, t0 + t, hq, hv, lane, rq, rk, rg)
-                                if const_expr(not self.per_k):
-                                    ga = a[ni, t0 + t, hv].to(F32)
-                                gb = b[ni, t0 + t, hv].to(F32)
-                                self.read_values(v[ni, t0 + t, hv, None], rw, row0)
-                                decay, beta = self.use_token(
-                                    rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg,
-                                    softplus_beta, softplus_threshold, lower_bound, beta_scale,
-                                )  # fmt: skip
-                            o = output[ni, t0 + t, hv, None]
-                            scaled = self.advance(
-                                fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, lane, o
-                            )
-                            self.keep_state(
-                                state,
-                                slot_index,
-                                intermediate,
-                                n,
-                                row,
-                                t,
-                                hv,
-                                fh,
-                                scaled,
-                                keeps,
-                                null_index,
-                                row0,
-                                lane,
-                            )
-                    else:
-                        o = output[ni, t0, hv, None]
+            smem = SmemAllocator()
+            sR = None
+            if const_expr(self.split > 1):
+                # a row's sums, padded to whole vectors
+                n4 = const_expr((2 * self.RV + 6) // 4 * 4)
+                shape = (2, self.split, self.groups, n4)
+                stride = (self.split * self.groups * n4, self.groups * n4, n4, 1)
+                sR = smem.allocate_tensor(F32, cute.make_layout(shape, stride=stride), 16)
+            if const_expr(self.smem):
+                T = const_expr(self.tokens)
+                wide = cute.make_layout((T, self.K), stride=(self.K, 1))
+                sQ = smem.allocate_tensor(F32, wide, 16)
+                sK = smem.allocate_tensor(F32, wide, 16)
+                sG = smem.allocate_tensor(F32, wide, 16) if const_expr(self.per_k) else None
+                sS = smem.allocate_tensor(F32, cute.make_layout((T, 4), stride=(4, 1)), 16)
+                sV = smem.allocate_tensor(
+                    v.element_type, cute.make_layout((T, self.tile_v), stride=(self.tile_v, 1)), 16
+                )
+                self.write_stage(
+                    sQ, sK, sG, sV, sS, dt_bias, dh, A, bias, length, tid, wq, wk, wg, ws, wv,
+                    scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, use_qk_l2norm,
+                )  # fmt: skip
+                cute.arch.sync_threads()
+            elif const_expr(not self.loop):
+                decay, beta = self.use_token(
+                    rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg, softplus_beta, softplus_threshold, lower_bound, beta_scale,
+                )  # fmt: skip
+            # rolled: unrolled over four chunks of a large tile one variant took 2.1 s to compile instead of 0.5
+            for it in cutlass.range(self.chunks, unroll=1):
+                row0 = v0 + it * self.chunk + group * self.RV
+                if const_expr(not self.early):
+                    self.copy_rows(source, raw, row0, lane, False)
+                    if const_expr(not self.loop and self.chunks > 1):
+                        self.read_values(v[ni, t0, hv, None], rv, row0)
+                fh = self.fragment(F32)
+                rw = cute.make_rmem_tensor((self.RV,), v.element_type)
+                for i in cutlass.range_constexpr(self.RV):
+                    rw[i] = rv[i]
+                    for j in cutlass.range_constexpr(self.RK):
+                        fh[i, j] = raw[i, j].to(F32)
+                if const_expr(self.early and self.chunks > 1):
+                    if it + 1 < self.chunks:
+                        self.copy_rows(source, raw, row0 + self.chunk, lane, False)
+                        if const_expr(not self.loop):
+                            self.read_values(v[ni, t0, hv, None], rv, row0 + self.chunk)
+                scaled = F32(1.0)
+                if const_expr(self.loop):
+                    for t in cutlass.range(length, unroll=1):
+                        if const_expr(self.smem):
+                            self.read_key(sQ[t, None], fq, lane)
+                            self.read_key(sK[t, None], fk, lane)
+                            if const_expr(self.per_k):
+                                self.read_key(sG[t, None], fg, lane)
+                            decay = sS[t, 0]
+                            beta = sS[t, 1]
+                            kq = sS[t, 2]
+                            self.read_values(sV[t, None], rw, row0 - v0)
+                        else:
+                            self.read_token(q, k, a, ni, t0 + t, hq, hv, lane, rq, rk, rg)
+                            if const_expr(not self.per_k):
+                                ga = a[ni, t0 + t, hv].to(F32)
+                            gb = b[ni, t0 + t, hv].to(F32)
+                            self.read_values(v[ni, t0 + t, hv, None], rw, row0)
+                            decay, beta = self.use_token(
+                                rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg,
+                                softplus_beta, softplus_threshold, lower_bound, beta_scale,
+                            )  # fmt: skip
+                        o = output[ni, t0 + t, hv, None]
                         scaled = self.advance(
-                            fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, lane, o
-                        )
+                            fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, lane, group, sR, t % 2, o,
+                        )  # fmt: skip
                         self.keep_state(
-                            state, slot_index, intermediate, n, row, 0, hv, fh, scaled, keeps, null_index, row0, lane
-                        )
-                    if const_expr(self.update):
-                        if writes:
-                            self.store_rows(state[Int64(write_slot), hv, None, None], fh, scaled, row0, lane)
+                            state, slot_index, intermediate, slots, columns, steps, n, row, t, hv, fh, scaled, keeps, null_index, row0, lane,
+                        )  # fmt: skip
+                else:
+                    o = output[ni, t0, hv, None]
+                    scaled = self.advance(
+                        fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, lane, group, sR, 0, o,
+                    )  # fmt: skip
+                    self.keep_state(
+                        state, slot_index, intermediate, slots, columns, steps, n, row, 0, hv, fh, scaled, keeps, null_index, row0, lane,
+                    )  # fmt: skip
+                if const_expr(self.update):
+                    if writes:
+                        self.store_rows(state[Int64(write_slot), hv, None, None], fh, scaled, row0, lane)
         else:
             for e in cutlass.range(tid, length * self.tile_v, self.threads, unroll=1):
                 output[ni, t0 + e // self.tile_v, hv, v0 + e % self.tile_v] = F32(0.0).to(output.element_type)
 
     @cute.jit
     def keep_state(
-        self, state, slot_index, intermediate, n, row, t, hv, fh, scaled: Float32, keeps, null_index: Int32, row0, lane
+        self, state, slot_index, intermediate, slots, columns, steps, n, row, t, hv, fh, scaled: Float32, keeps, null_index: Int32,
+        row0, lane,
     ):  # fmt: skip
         """Writes the state after token t to its place among the intermediate states, where the contract has them."""
         if const_expr(self.intermediate == "slots"):
             # a ragged request may have more tokens than there are columns
-            if t < slot_index.shape[1]:
+            if t < columns:
                 slot = slot_index[n, t]
-                if slot >= 0 and slot < state.shape[0] and slot != null_index:
+                if slot >= 0 and slot < slots and slot != null_index:
                     self.store_rows(state[Int64(slot), hv, None, None], fh, scaled, row0, lane)
         elif const_expr(self.intermediate != "none"):
-            if keeps and t < intermediate.shape[1]:
+            if keeps and t < steps:
                 self.store_rows(intermediate[row, Int64(t), hv, None, None], fh, scaled, row0, lane)
 
 

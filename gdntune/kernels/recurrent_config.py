@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from gdntune.arch import Device
+from gdntune.errors import UnsupportedProblem
 from gdntune.kernels.spec import Facts, Kernel, knob
 from gdntune.problem import ITEMSIZE, Contract
 
@@ -20,6 +21,7 @@ class Knobs:
     stage: str = knob(
         "", "where normalised q and k live: reg (each thread its own) or smem (once a block)", default="reg"
     )
+    split: int = knob("sp", "warps that share a row's K (v_last)", default=1)
     early: bool = knob(
         "early", "the state's loads go before the gate, and the next rows' before this ones' stores", default=False
     )
@@ -61,6 +63,16 @@ def held_rows(c: Contract, s: Knobs) -> int:
     return s.ilp if c.layout == "k_last" else s.vec
 
 
+def held_elements(c: Contract, s: Knobs) -> int:
+    """State elements that a thread holds at once, in fp32."""
+    return held_rows(c, s) * (c.K // (s.lanes * s.split))
+
+
+def chunk_rows(c: Contract, s: Knobs) -> int:
+    """Rows of V that a block holds at once."""
+    return s.threads // (s.lanes * s.split) * held_rows(c, s)
+
+
 def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
     if s.stage not in ("reg", "smem"):
@@ -76,17 +88,23 @@ def refuse(c: Contract, s: Knobs) -> str | None:
     if c.layout == "k_last":
         if c.K % (s.vec * s.lanes):
             return f"K={c.K} is not a multiple of vec*lanes={s.vec * s.lanes}"
+        if s.split != 1:
+            return f"split={s.split} with k_last: a row is one warp's, accepted is 1"
     else:
-        if c.K % s.lanes:
-            return f"K={c.K} is not a multiple of lanes={s.lanes}"
+        if s.split not in (1, 2, 4, 8) or s.threads // 32 % s.split:
+            return f"split={s.split} of {s.threads // 32} warps: accepted are 1, 2, 4, 8 that divide the warps"
+        if c.K % (s.lanes * s.split):
+            return f"K={c.K} is not a multiple of lanes*split={s.lanes * s.split}"
         if s.ilp != 1:
             return f"ilp={s.ilp} with v_last: a thread holds vec rows, accepted is 1"
-    rows = s.threads // s.lanes * held_rows(c, s)
+    rows = chunk_rows(c, s)
     if s.tile_v % rows:
         return f"tile_v={s.tile_v} is not a multiple of the {rows} rows that {s.threads} threads hold"
+    if s.split > 1 and s.tile_v != rows:
+        return f"tile_v={s.tile_v} with split={s.split}: warps that share rows go over them once, accepted is {rows}"
     if c.V % s.tile_v:
         return f"V={c.V} is not a multiple of tile_v={s.tile_v}"
-    held = held_rows(c, s) * (c.K // s.lanes)
+    held = held_elements(c, s)
     if held > 128:
         return f"{held} state elements a thread in fp32: beyond 128 registers would spill"
     return None
@@ -97,25 +115,29 @@ def _candidates(c: Contract) -> list[Knobs]:
     k_last = c.layout == "k_last"
     loop = compiled_tokens(c) > 1
     return [
-        Knobs(tile_v, ilp, vec, lanes, threads, stage, early)
+        Knobs(tile_v, ilp, vec, lanes, threads, stage, split, early)
         for stage in (("smem", "reg") if loop else ("reg",))
         for early in (True, False)
         for threads in (128, 64, 256, 32)
         for vec in ((wide,) if k_last and c.K % 64 == 0 else (wide, wide // 2))
         for lanes in (16, 8, 32, 4)
         for ilp in ((1, 2, 4, 8) if k_last else (1,))
+        for split in ((1,) if k_last else (1, 2, 4, 8))
         for tile_v in (8, 16, 32, 64, 128)
     ]
 
 
 def _worth_trying(c: Contract, s: Knobs) -> bool:
     """Leaves out what lost everywhere on an H100, HV=64, B=1 to 512 (docs/measured.md, "knobs of recurrent")."""
-    elements = held_rows(c, s) * (c.K // s.lanes)
-    chunks = s.tile_v // (s.threads // s.lanes * held_rows(c, s))
+    elements = held_elements(c, s)
+    chunks = s.tile_v // chunk_rows(c, s)
     if chunks > 2 or elements < 8:
         return False
     if c.layout == "v_last":
-        return s.lanes <= 16 and s.stage == ("smem" if compiled_tokens(c) > 1 else "reg")
+        if s.stage != ("smem" if compiled_tokens(c) > 1 else "reg") or s.lanes > 8 or s.threads < 64:
+            return False
+        # whole sectors a row: 4 lanes and up of 16 bytes side by side
+        return s.early and s.vec * ITEMSIZE[c.state_dtype] == 16 and elements <= (128 if s.split == 1 else 64)
     if elements > 64:
         return False
     if compiled_tokens(c) == 1:
@@ -134,16 +156,19 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A rule for where no table speaks: small tiles until the blocks fill the device twice, then larger ones."""
-    legal = [s for s in _candidates(c) if not refuse(c, s) and s.early and s.threads == 128]
+    tried = space(c, device)
+    legal = [s for s in tried if s.early and s.threads == 128] or [s for s in tried if s.early] or list(tried)
     if not legal:
         legal = [s for s in _candidates(c) if not refuse(c, s)]
+    if not legal:
+        raise UnsupportedProblem(f"no setting of recurrent serves {c.key()}: {refuse(c, Knobs(32, 1, 8, 16, 128))}")
     wanted = 8
     while wanted < 32 and work_units * c.V // (2 * wanted) >= 4 * device.sm_count:
         wanted *= 2
     stage = "smem" if compiled_tokens(c) > 1 else "reg"
 
     def distance(s: Knobs) -> tuple[Any, ...]:
-        elements = held_rows(c, s) * (c.K // s.lanes)
+        elements = held_elements(c, s)
         return (s.stage != stage, abs(s.tile_v - wanted), -s.vec, abs(elements - 32), s.lanes)
 
     return min(legal, key=distance)

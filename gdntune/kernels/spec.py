@@ -81,15 +81,12 @@ class Kernel:
     sources: tuple[str, ...]
 
     def variant(self, knobs: Any) -> Variant:
-        """The variant of a setting."""
+        """The variant of a setting; knobs at their default stay out of its id."""
         parts = [self.name]
         for field in dataclasses.fields(knobs):
             value = getattr(knobs, field.name)
-            if isinstance(value, bool):
-                if value:
-                    parts.append(field.metadata["tag"])
-            else:
-                parts.append(f"{field.metadata['tag']}{value}")
+            if value != field.default:
+                parts.append(field.metadata["tag"] if value is True else f"{field.metadata['tag']}{value}")
         return Variant(self.name, ".".join(parts), dataclasses.asdict(knobs))
 
     def setting(self, knobs: Mapping[str, Any]) -> Any:

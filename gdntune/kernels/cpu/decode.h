@@ -89,7 +89,7 @@ class Decode {
   }
 
   // The place of group i of the chunk at `row`, at a step. `stride` is V (v_last; a kept tile: tile_v): k_last's offsets are constants, one register
-  // a tile, where a stride of their own for each had GCC shuffle dozens of pointers (1.1 to 0.8 us a head, AMD EPYC).
+  // a tile, where a stride for each had GCC shuffle dozens of pointers (0.79 instead of 1.16 us a head, fp32, ilp 2, in L1, AMD EPYC).
   template <class E>
   static E* place(E* tile, int64_t stride, int row, int step, int i) {
     if constexpr (k_last) return tile + row * K + step * lot + i * K;
@@ -102,10 +102,11 @@ class Decode {
     F part[sum_parts];
   };
 
-  // The next tile, whose rows in flight are fetched into the cache meanwhile: the lower and the upper half of the groups, so that two passes share
-  // them and the memory never idles. Null for none.
+  // The next tile, fetched into the cache meanwhile, a share of its lines in each of this tile's `passes`, so that the memory never idles
+  // (fp32, T=1: 93% of the floor's bandwidth; 52% without, 76% by one pass alone, AMD EPYC). None where `tile` is null.
   struct Ahead {
-    State *low, *high;
+    const State* tile;
+    int pass, passes;
   };
 
   // A pass over one chunk of a tile `from` memory or kept: applies the `last` token's decay and u, sums the `next` token's dots, keeps the rows in
@@ -113,6 +114,10 @@ class Decode {
   template <bool update, bool dots, class From>
   __attribute__((always_inline)) static void sweep(const Keys& last, const P (&u)[ilp], const Keys& next, Sum (&sk)[ilp], Sum (&sq)[ilp], const From* from,
                                                    int64_t from_stride, float* keep, State* passing, State* final, Ahead ahead, int64_t stride, int row) {
+    unsigned due = 0;
+    if (ahead.tile) {
+      for (int i = ahead.pass * groups_a_line; i < ilp; i += ahead.passes * groups_a_line) due |= 1u << i;
+    }
     for (int step = 0; step < steps; step++) {
       P decay, k, kd, qd, s[ilp];
       if constexpr (update) decay = factor(last.decay, step), k = factor(last.k, step);
@@ -129,10 +134,10 @@ class Decode {
           }
         }
       }
-      if (step % steps_a_line == 0) {
+      if (due && step % steps_a_line == 0) {
 #pragma GCC unroll 8
         for (int i = 0; i < ilp; i += groups_a_line) {
-          if (State* next_tile = i < ilp / 2 ? ahead.low : ahead.high) __builtin_prefetch(place(next_tile, stride, row, step, i));
+          if (due >> i & 1) __builtin_prefetch(place(ahead.tile, stride, row, step, i));
         }
       }
       if (dots && keep) {
@@ -161,8 +166,8 @@ class Decode {
   }
   static constexpr int bytes = lot * sizeof(State), steps_a_line = k_last && bytes < 64 ? 64 / bytes : 1, groups_a_line = !k_last && bytes < 64 ? 64 / bytes : 1;
 
-  // u and the output of a chunk, from its dots: u <- beta (v - S k), o <- S q + u (k.q). u stays in registers and is stored for the next token's pass.
-  __attribute__((always_inline)) static void finish(const Keys& keys, const Sum (&sk)[ilp], const Sum (&sq)[ilp], P (&u)[ilp], int row, Scratch& w) {
+  // u and the output of a chunk, from its dots: u <- beta (v - S k), o <- S q + u (k.q).
+  __attribute__((always_inline)) static void finish(const Keys& keys, const Sum (&sk)[ilp], const Sum (&sq)[ilp], int row, Scratch& w) {
     if constexpr (k_last) {
 #pragma GCC unroll 4
       for (int i = 0; i < ilp; i += 2) {
@@ -171,9 +176,8 @@ class Decode {
 #pragma GCC unroll 2
         for (int l = 0; l < pair; l++) {
           const float x = keys.beta * (w.v[row + i + l] - s[l]);
-          w.u[row + i + l] = x;
           w.o[row + i + l] = s[2 + l] + x * keys.kq;
-          for (F& part : u[i + l].part) part = splat<vec>(x);
+          w.u[row + i + l] = x;
         }
       }
     } else {
@@ -182,9 +186,9 @@ class Decode {
 #pragma GCC unroll 2
         for (int p = 0; p < parts; p++) {
           const int r = row + i * lot + p * vec;
-          u[i].part[p] = keys.beta * (load<vec>(w.v + r) - sk[i].part[p]);
-          store<vec>(w.u + r, u[i].part[p]);
-          store<vec>(w.o + r, sq[i].part[p] + u[i].part[p] * keys.kq);
+          const F u = keys.beta * (load<vec>(w.v + r) - sk[i].part[p]);
+          store<vec>(w.u + r, u);
+          store<vec>(w.o + r, sq[i].part[p] + u * keys.kq);
         }
       }
     }
@@ -194,8 +198,8 @@ class Decode {
   __attribute__((always_inline)) static void recall(P (&u)[ilp], int row, const Scratch& w) {
 #pragma GCC unroll 8
     for (int i = 0; i < ilp; i++) {
-      if constexpr (!k_last) u[i] = load_pack<State, vec>(w.u + row + i * lot);
-      else for (F& part : u[i].part) part = splat<vec>(w.u[row + i]);
+#pragma GCC unroll 2
+      for (int p = 0; p < parts; p++) u[i].part[p] = plain(k_last ? splat<vec>(w.u[row + i]) : load<vec>(w.u + row + i * lot + p * vec));
     }
   }
 
@@ -228,6 +232,12 @@ class Decode {
     }
   }
 
+  // What the state is multiplied with or receives: rounding to bf16 takes NaNs of one kind alone, 10% quicker than a look at each element.
+  static F plain(F x) {
+    if constexpr (parts == 2) return canonical<vec>(x);
+    return x;
+  }
+
   // q and k of a request's head: fp32, normalised, q scaled; and k.q.
   static void prepare_head(const Call& c, const Request& r, int64_t h, Scratch& w) {
     for (int t = 0; t < r.tokens; t++) {
@@ -246,7 +256,7 @@ class Decode {
       const float kn = c.l2norm ? 1.0f / std::sqrt(s[2] + 1e-6f) : 1.0f;
       for (int i = 0; i < K; i += vec) {
         store<vec>(w.q[t] + i, load<vec>(w.q[t] + i) * qn);
-        store<vec>(w.k[t] + i, load<vec>(w.k[t] + i) * kn);
+        store<vec>(w.k[t] + i, plain(load<vec>(w.k[t] + i) * kn));
       }
       w.kq[t] = s[1] * qn * kn;
     }
@@ -263,7 +273,7 @@ class Decode {
         x = -A * (scaled > c.softplus_threshold ? x : softplus_of<vec>(scaled) / c.softplus_beta);
       }
     }
-    return exp_of<vec>(x);
+    return plain(exp_of<vec>(x));
   }
 
   // The gates of a request's value head, folded into its keys.
@@ -342,67 +352,68 @@ class Decode {
     return nullptr;
   }
 
-  static void task(const Call& c, const Request& r, int64_t n, int64_t hv, int64_t row, State* ahead, Scratch& w) {
+  static void task(const Call& c, const Request& r, int64_t n, int64_t hv, int64_t row, const State* ahead, Scratch& w) {
     const int end = r.tokens - 1;
     const State* from = tile(c.state.at(r.read, hv), row);
     State *passing = between(c, r, n, hv, row, end), *final = r.write < 0 ? nullptr : tile(c.state.at(r.write, hv), row);
     if (passing == final) passing = nullptr;
     const bool stores = passing || final;
+    const int passes = r.tokens + stores;
     for (int t = 0; t <= end; t++) {
       read(c.v, c.v.at(r.batch, r.first + t, hv) + row * c.v.bytes(), 1, tile_v, w.v);
       if (!k_last) arrange<State, vec>(w.v, tile_v);
       if (end == 0) only_token(w.keys[0], from, passing, final, ahead, c.V, w);
-      else if (t == 0) first_token(w.keys[0], from, c.V, w);
-      else next_token(w.keys[t - 1], w.keys[t], between(c, r, n, hv, row, t - 1), t < end ? nullptr : ahead, stores, c.V, w);
+      else if (t == 0) first_token(w.keys[0], from, {ahead, 0, passes}, c.V, w);
+      else next_token(w.keys[t - 1], w.keys[t], between(c, r, n, hv, row, t - 1), {ahead, t, passes}, c.V, w);
       if (!k_last) arrange<State, vec>(w.o, tile_v, true);
       write(c.output, c.output.at(r.batch, r.first + t, hv) + row * c.output.bytes(), w.o, tile_v);
     }
-    if (end > 0 && stores) after_tokens(w.keys[end], passing, final, ahead, c.V, w);
+    if (end > 0 && stores) after_tokens(w.keys[end], passing, final, {ahead, r.tokens, passes}, c.V, w);
   }
 
   // One token: no tile is kept, a chunk is read twice, from memory and from L1. The stores lag a chunk behind, so that the next chunk's dots run
-  // while the sums over lanes, and u, are on their way: 2.0 to 1.1 us a head (bf16, ilp 2, AMD EPYC).
-  __attribute__((noinline)) static void only_token(const Keys& keys, const State* from, State* passing, State* final, State* ahead, int64_t stride, Scratch& w) {
+  // while the sums over lanes, and u, are on their way: 1.4 instead of 1.9 us a head (bf16, ilp 2, in L1, AMD EPYC).
+  __attribute__((noinline)) static void only_token(const Keys& keys, const State* from, State* passing, State* final, const State* ahead, int64_t stride, Scratch& w) {
     const bool stores = passing || final;
     for (int row = 0; row <= tile_v; row += chunk) {
       P u[ilp];
       Sum sk[ilp] = {}, sq[ilp] = {};
       if (row < tile_v) {
-        sweep<false, true>(keys, u, keys, sk, sq, from, stride, nullptr, nullptr, nullptr, {ahead, stores ? nullptr : ahead}, stride, row);
-        finish(keys, sk, sq, u, row, w);
+        sweep<false, true>(keys, u, keys, sk, sq, from, stride, nullptr, nullptr, nullptr, {ahead, 0, stores ? 2 : 1}, stride, row);
+        finish(keys, sk, sq, row, w);
       }
       if (row > 0 && stores) {
         recall(u, row - chunk, w);
-        sweep<true, false>(keys, u, keys, sk, sq, from, stride, nullptr, passing, final, {nullptr, ahead}, stride, row - chunk);
+        sweep<true, false>(keys, u, keys, sk, sq, from, stride, nullptr, passing, final, {ahead, 1, 2}, stride, row - chunk);
       }
     }
   }
 
-  __attribute__((noinline)) static void first_token(const Keys& next, const State* from, int64_t stride, Scratch& w) {
+  __attribute__((noinline)) static void first_token(const Keys& next, const State* from, Ahead ahead, int64_t stride, Scratch& w) {
     for (int row = 0; row < tile_v; row += chunk) {
       P u[ilp];
       Sum sk[ilp] = {}, sq[ilp] = {};
-      sweep<false, true>(next, u, next, sk, sq, from, stride, w.kept, nullptr, nullptr, {}, 0, row);
-      finish(next, sk, sq, u, row, w);
+      sweep<false, true>(next, u, next, sk, sq, from, stride, w.kept, nullptr, nullptr, ahead, stride, row);
+      finish(next, sk, sq, row, w);
     }
   }
 
-  __attribute__((noinline)) static void next_token(const Keys& last, const Keys& next, State* passing, State* ahead, bool stores, int64_t stride, Scratch& w) {
+  __attribute__((noinline)) static void next_token(const Keys& last, const Keys& next, State* passing, Ahead ahead, int64_t stride, Scratch& w) {
     for (int row = 0; row < tile_v; row += chunk) {
       P u[ilp];
       Sum sk[ilp] = {}, sq[ilp] = {};
       recall(u, row, w);
-      sweep<true, true, float>(last, u, next, sk, sq, w.kept, tile_v, w.kept, passing, nullptr, {ahead, stores ? nullptr : ahead}, stride, row);
-      finish(next, sk, sq, u, row, w);
+      sweep<true, true, float>(last, u, next, sk, sq, w.kept, tile_v, w.kept, passing, nullptr, ahead, stride, row);
+      finish(next, sk, sq, row, w);
     }
   }
 
-  __attribute__((noinline)) static void after_tokens(const Keys& last, State* passing, State* final, State* ahead, int64_t stride, Scratch& w) {
+  __attribute__((noinline)) static void after_tokens(const Keys& last, State* passing, State* final, Ahead ahead, int64_t stride, Scratch& w) {
     for (int row = 0; row < tile_v; row += chunk) {
       P u[ilp];
       Sum sk[ilp] = {}, sq[ilp] = {};
       recall(u, row, w);
-      sweep<true, false, float>(last, u, last, sk, sq, w.kept, tile_v, nullptr, passing, final, {nullptr, ahead}, stride, row);
+      sweep<true, false, float>(last, u, last, sk, sq, w.kept, tile_v, nullptr, passing, final, ahead, stride, row);
     }
   }
 
@@ -528,7 +539,7 @@ class Decode {
             value_head = n * c.HV + hv;
             prepare_gates(c, r, hv / shared, hv, w);
           }
-          State* ahead = nullptr;
+          const State* ahead = nullptr;
           if (Setting::ahead && i + 1 < tasks) {
             const int64_t next = (i + 1) / tiles;
             if (after_n != next / c.HV) {

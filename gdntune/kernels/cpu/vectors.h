@@ -85,6 +85,11 @@ inline Floats<N / 2> half_of(Floats<N> x) {
 }
 
 template <int N>
+inline Floats<N> splat(float x) {
+  return x - Floats<N>{};
+}
+
+template <int N>
 inline Floats<N> load(const float* p) {
   return *reinterpret_cast<const Loose<float, N>*>(p);
 }
@@ -100,18 +105,22 @@ inline Floats<N> load(const Bf16* p) {
   return (Floats<N>)(__builtin_convertvector(raw, Words<N>) << 16);
 }
 
-// To nearest, ties to even, in the upper half of each lane; by integers, since avx512_bf16's instruction would flush denormals. NaN stays NaN.
+// To nearest, ties to even, in the upper half of each lane; by integers, since avx512_bf16's instruction would flush denormals. A NaN stays one where
+// its lower half is zero, as `canonical` sees to: the arithmetic only hands on NaNs that it was given.
 template <int N>
 inline Words<N> round_to_bf16(Floats<N> x) {
-  Words<N> bits = (Words<N>)x;
-  Words<N> rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  Words<N> quiet = bits * 0 + 0x7fc00000;
-  return x == x ? rounded : quiet;
+  const Words<N> bits = (Words<N>)x;
+  return bits + 0x7fff + ((bits >> 16) & 1);
+}
+
+template <int N>
+inline Floats<N> canonical(Floats<N> x) {
+  return x == x ? x : splat<N>(__builtin_nanf(""));
 }
 
 template <int N>
 inline void store(Bf16* p, Floats<N> x) {
-  *reinterpret_cast<Loose<uint16_t, N>*>(&p->bits) = __builtin_convertvector(round_to_bf16<N>(x) >> 16, Vector<uint16_t, N>);
+  *reinterpret_cast<Loose<uint16_t, N>*>(&p->bits) = __builtin_convertvector(round_to_bf16<N>(canonical<N>(x)) >> 16, Vector<uint16_t, N>);
 }
 
 // GCC 12 turns vector conversions of _Float16 into scalar ones, so F16C's are named. 4: round as the thread's rounding mode says.
@@ -171,11 +180,6 @@ template <int N>
 inline void store(Half* p, Floats<N> x) {
   const auto raw = to_half<N>(x);
   memcpy(p, &raw, sizeof(raw));
-}
-
-template <int N>
-inline Floats<N> splat(float x) {
-  return x - Floats<N>{};
 }
 
 // What one access to the state moves: `parts` vectors. bf16 comes in pairs: N words of 32 bits hold the even elements in their upper and the odd
