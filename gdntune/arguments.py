@@ -131,7 +131,7 @@ def refusal(contract: Contract, values: tuple[Any, ...], error: Exception) -> Gd
 
 
 def check_values(contract: Contract, values: tuple[Any, ...]) -> None:
-    """Reads what lies on the device, which synchronises: indices in range or padding, counts, duplicates. UnsupportedProblem names the first."""
+    """Reads what lies on the device, which synchronises: indices, counts, duplicates. UnsupportedProblem names the first fault."""
     for fault in faults(contract, values):
         raise UnsupportedProblem(fault)
     for fault in _value_faults(contract, dict(zip(DECODE_ARGUMENTS, values, strict=True))):
@@ -158,7 +158,8 @@ def _value_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
         if i < 0 or i == null or not live:
             continue
         if i in seen:
-            yield f"{public_name('write_index', c)}[{at}] is {i}, as is [{seen[i]}]: two requests would write one slot; accepted are distinct slots"
+            name = public_name("write_index", c)
+            yield f"{name}[{at}] is {i}, as is [{seen[i]}]: two requests would write one slot; accepted are distinct slots"
         seen[i] = at
     if c.intermediate == "slots":
         for n, row in enumerate(lists("slot_index")):

@@ -169,9 +169,8 @@ def _faults(config: Config) -> list[tuple[str, str]]:
         if fault := contract_fault(Contract(**fields)):
             name = fault.partition("=")[0]
             found.append((_SHARED.get(name, f"$.contracts[{i}]"), fault))
-    for problem in () if found else config.problems():
-        if fault := problem_fault(problem):
-            found.append(("$", fault))
+    if not found:
+        found += [("$", fault) for problem in config.problems() if (fault := problem_fault(problem))]
     return found
 
 

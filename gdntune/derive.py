@@ -33,11 +33,11 @@ def derive(
     Cells of `held_out` have no part in that; what the table loses there is in its evidence.
     Raises JournalError where no cell has such a variant, MeasurementError for a time that cannot be true.
     """
-    passes = _passes(records)
+    found = passes(records)
     checked = _checked(records)
     by_contract: dict[Contract, list[_Timed]] = {}
     judged: list[_Timed] = []
-    for problem, trials in passes.items():
+    for problem, trials in found.items():
         timed = _timed(problem, trials, checked.get(problem.contract, frozenset()))
         if timed.finals:
             (judged if problem in held_out else by_contract.setdefault(problem.contract, [])).append(timed)
@@ -150,7 +150,7 @@ class _Timed(NamedTuple):
         return self.finals[name].stats.mean_us / self.best_us - 1
 
 
-def _passes(records: Iterable[Record]) -> dict[Problem, list[Trial]]:
+def passes(records: Iterable[Record]) -> dict[Problem, list[Trial]]:
     """The trials of each problem that count: of its last pass that a Cell closed as ok; all, where no Cell closed any."""
     is_open: dict[Problem, list[Trial]] = {}
     closed: dict[Problem, list[Trial]] = {}

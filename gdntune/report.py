@@ -160,7 +160,7 @@ def frame(sources: Sequence[Source]) -> "pd.DataFrame":
 
 def _rows(source: Source) -> Iterator[dict[str, Any]]:
     verified = _verified(source.records)
-    for problem, trials in sorted(derive._passes(source.records).items()):
+    for problem, trials in sorted(derive.passes(source.records).items()):
         last: dict[tuple[str, str], Trial] = {}
         for trial in trials:
             last[trial.role, trial.variant.id] = _later(last.get((trial.role, trial.variant.id)), trial)

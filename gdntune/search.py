@@ -4,6 +4,7 @@ The parent compiles and journals; one child process checks and times, so that a 
 is in the journal is not done again.
 """
 
+import dataclasses
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -19,7 +20,7 @@ from gdntune.build import SPILL_LIMIT_BYTES, Built, compile_objects
 from gdntune.config import Config
 from gdntune.derive import derive
 from gdntune.errors import GdntuneError, JournalError, MeasurementError
-from gdntune.journal import Build, Cell, Check, Journal, Record, Run, Trial, now
+from gdntune.journal import FILE, Build, Cell, Check, Journal, Record, Run, Trial, now
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.store import ObjectSpec, Store, object_spec
@@ -29,6 +30,7 @@ from gdntune.timing import Policy
 T = TypeVar("T")
 # A check compares a few small problems, a cell at most search.max_cell_seconds of timing: what takes longer hangs.
 CHECK_TIMEOUT_S = 120.0
+CHECK_EACH_S = 2.0
 CELL_GRACE_S = 120.0
 THROTTLE_RETRIES = 1
 
@@ -160,6 +162,12 @@ class _Sweep:
         self.floors: dict[Contract, list[Variant]] = {}
 
     def run(self) -> Outcome:
+        self.config.check_kernels(
+            {k.name: tuple(f.name for f in dataclasses.fields(k.knobs)) for k in kernels.KERNELS.values()}
+        )
+        if self.device.kind == "cpu":
+            # a timer that this device cannot have is refused before anything is compiled; on CUDA the timing process finds out
+            self.policy.resolve(self.device)
         # compiled before the journal is opened: the timing process needs the flush kernel to say what policy it can keep
         built = self._compile()
         start = session.Start(
@@ -170,7 +178,7 @@ class _Sweep:
             self.policy,
         )
         with Child(start) as child:
-            resolved = child.run(session.resolve_task, timeout=CHECK_TIMEOUT_S)
+            resolved = child.run(session.resolve_task, not (self.folder / FILE).exists(), timeout=CHECK_TIMEOUT_S)
             if isinstance(resolved, Crashed):
                 raise MeasurementError(f"the timing process does not start: {resolved.reason}")
             policy, note, peaks = resolved
@@ -203,19 +211,21 @@ class _Sweep:
         return {b.spec.key: b for b in built}
 
     def _journal_builds(self, journal: Journal, built: dict[str, Built]) -> None:
-        seen = {r.object_key for r in journal.records if isinstance(r, Build) and r.status == "ok"}
+        seen = {(r.object_key, r.reason) for r in journal.records if isinstance(r, Build)}
         fresh: list[Record] = []
         for key, b in built.items():
-            if key in seen:
+            m, reason = b.manifest, b.reason
+            if m and (m.spill_bytes or 0) > SPILL_LIMIT_BYTES:
+                reason = f"spills {m.spill_bytes} bytes a thread: more than {SPILL_LIMIT_BYTES} are not timed"
+            if (key, reason) in seen:
                 continue
-            m = b.manifest
             fresh.append(
                 Build(
                     kernel=b.spec.kernel,
                     variant=b.spec.label,
                     object_key=key,
-                    status="ok" if m else "failed",
-                    reason=b.reason,
+                    status="failed" if reason else "ok",
+                    reason=reason,
                     seconds=m.seconds if m else 0.0,
                     registers=m.registers if m else None,
                     spill_bytes=m.spill_bytes if m else None,
@@ -261,10 +271,11 @@ class _Sweep:
         """Checks variants together; where that takes the process down, in halves, so that the culprit is found."""
         if not variants:
             return []
-        got = child.run(session.check_task, contract, variants, timeout=CHECK_TIMEOUT_S + 2.0 * len(variants))
+        got = child.run(session.check_task, contract, variants, timeout=CHECK_TIMEOUT_S + CHECK_EACH_S * len(variants))
         if not isinstance(got, Crashed):
             return [
-                Check(contract=contract, variant=v.id, status="ok" if ok else "failed", reason="" if ok else worst, error=error, seconds=round(s, 4))
+                Check(contract=contract, variant=v.id, status="ok" if ok else "failed",
+                    reason="" if ok else worst, error=error, seconds=round(s, 4))
                 for v, (ok, worst, error, s) in zip(variants, got, strict=True)
             ]  # fmt: skip
         if len(variants) == 1:

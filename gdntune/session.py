@@ -269,10 +269,10 @@ def current(start: Start) -> Session:
     return _SESSION[0]
 
 
-def resolve_task(start: Start) -> tuple[Policy, str | None, dict[str, float]]:
-    """The policy as it is in force, its note, and the measured peaks."""
+def resolve_task(start: Start, measure: bool) -> tuple[Policy, str | None, dict[str, float]]:
+    """The policy as it is in force, its note, and, where asked for, the measured peaks."""
     session = current(start)
-    return session.timer.policy, session.timer.note, session.peaks()
+    return session.timer.policy, session.timer.note, session.peaks() if measure else {}
 
 
 def check_task(

@@ -1,6 +1,7 @@
 """Reads PTX: finds 32-bit arithmetic on values that must be 64-bit before they are multiplied by a stride."""
 
 import re
+from collections.abc import Callable
 
 _LINE = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)\s+(.*?);")
 _REGISTER = re.compile(r"%\w+(?:\.\w)?")
@@ -11,26 +12,43 @@ _NARROW = ("mul.lo.s32", "mul.lo.u32", "mad.lo.s32", "mad.lo.u32", "shl.b32")
 
 
 def narrow_products(ptx: str, sources: tuple[str, ...] = ("%ctaid.z",)) -> list[str]:
-    """Lines that multiply or shift, in 32 bits, an index loaded from memory or one of `sources`; empty where all offsets are 64-bit."""
+    """32-bit products on the way from an index to the address of a vector access; empty where all offsets are 64-bit.
+
+    An index is what is loaded from memory as 32 bits, or one of `sources`. Vector accesses are those of states and of q, k and v; gates
+    and indices, which are read one by one, are small and addressed in 32 bits on purpose.
+    """
     lines = [(m.group(1), m.group(2), line.strip()) for line in ptx.splitlines() if (m := _LINE.match(line))]
-    tainted = set(sources)
-    grown = True
-    # to a fixed point: a loop hands values back to lines above
+    forward = _closure(lines, set(sources), lambda op: op.startswith(_CARRIES), backwards=False)
+    addresses: set[str] = set()
+    for op, operands, _ in lines:
+        if op.startswith(("ld.global", "st.global")) and ".v" in op:
+            addresses |= set(_REGISTER.findall(operands[operands.index("[") :].split("]")[0]))
+    reached = _closure(lines, addresses, lambda op: not op.startswith(("ld.", "st.")), backwards=True)
+    found = []
+    for op, operands, line in lines:
+        target, rest = operands.split(",", 1) if "," in operands else (operands, "")
+        if op in _NARROW and set(_REGISTER.findall(rest)) & forward and set(_REGISTER.findall(target)) & reached:
+            found.append(line)
+    return found
+
+
+def _closure(lines: list[tuple[str, str, str]], seed: set[str], follows: Callable[[str], bool], backwards: bool) -> set[str]:
+    """Registers that the seed's values reach, or that reach the seed: to a fixed point, since a loop hands values back to lines above."""
+    found, grown = set(seed), True
     while grown:
         grown = False
         for op, operands, _ in lines:
-            target, *rest = operands.split(",", 1)
-            registers = set(_REGISTER.findall(rest[0])) if rest else set()
-            loads_index = op.startswith("ld.global") and op.endswith((".b32", ".u32", ".s32")) and ".v" not in op
-            if loads_index or (op.startswith(_CARRIES) and registers & tainted):
-                new = set(_REGISTER.findall(target)) - tainted
-                tainted |= new
-                grown |= bool(new)
-    return [
-        line
-        for op, operands, line in lines
-        if op in _NARROW and set(_REGISTER.findall(operands.split(",", 1)[1])) & tainted
-    ]
+            target, rest = operands.split(",", 1) if "," in operands else (operands, "")
+            writes, reads = set(_REGISTER.findall(target)), set(_REGISTER.findall(rest))
+            loaded = not backwards and op.startswith("ld.global") and op.endswith((".b32", ".u32", ".s32")) and ".v" not in op
+            new: set[str] = set()
+            if loaded or (not backwards and follows(op) and reads & found):
+                new = writes - found
+            elif backwards and follows(op) and writes & found:
+                new = reads - found
+            found |= new
+            grown |= bool(new)
+    return found
 
 
 def wide_products(ptx: str) -> int:

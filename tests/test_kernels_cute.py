@@ -38,6 +38,7 @@ CONTRACTS = {
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
+    """A store of this module's own."""
     return Store(tmp_path_factory.mktemp("objects"))
 
 
@@ -120,9 +121,10 @@ def test_offsets_are_64_bit(name, ptx_of):
 
 def test_the_ptx_reader_sees_narrow_products():
     """The reader above finds a 32-bit product of a loaded index, also through a move and a loop; so it can fail."""
-    direct = "ld.global.b32 %r1, [%rd1];\nmad.lo.s32 %r2, %r1, 1048576, %r3;\n"
-    moved = "mov.b32 %r9, %ctaid.z;\nselp.b32 %r8, %r9, 0, %p1;\nshl.b32 %r7, %r8, 20;\n"
-    wide = "ld.global.b32 %r1, [%rd1];\ncvt.s64.s32 %rd2, %r1;\nmad.lo.s64 %rd3, %rd2, %rd4, %rd5;\n"
+    load = "ld.global.v4.b32 {%r90, %r91, %r92, %r93}, [%rd9];\n"
+    direct = "ld.global.b32 %r1, [%rd1];\nmad.lo.s32 %r2, %r1, 1048576, %r3;\nmul.wide.s32 %rd9, %r2, 2;\n" + load
+    moved = "mov.b32 %r9, %ctaid.z;\nselp.b32 %r8, %r9, 0, %p1;\nshl.b32 %r7, %r8, 20;\ncvt.s64.s32 %rd9, %r7;\n" + load
+    wide = "ld.global.b32 %r1, [%rd1];\ncvt.s64.s32 %rd2, %r1;\nmad.lo.s64 %rd9, %rd2, %rd4, %rd5;\n" + load
     assert len(narrow_products(direct)) == 1
     assert len(narrow_products(moved)) == 1
     assert narrow_products(wide) == []

@@ -1,7 +1,7 @@
 """The registry of kernels: a new one is a module, its config and a line here. Nothing else knows kernels by name."""
 
 from gdntune.arch import Device
-from gdntune.errors import UnknownName, listed
+from gdntune.errors import UnknownName, UnsupportedProblem, listed
 from gdntune.kernels import cpu_recurrent_config, cpu_stream_config, recurrent_config, stream_config
 from gdntune.kernels.spec import Kernel, Role, Variant
 from gdntune.kernels.stream_config import flush
@@ -40,7 +40,10 @@ def refuse(contract: Contract, variant: Variant) -> str | None:
 
 def default(contract: Contract, work_units: int, device: Device, role: Role = "decode") -> Variant:
     """The variant used where no table speaks: that of the device's first kernel of the role."""
-    kernel = serving(device, role)[0]
+    found = serving(device, role)
+    if not found:
+        raise UnsupportedProblem(f"no {role} kernel runs on {device.kind} ({device.name}): there are {listed(KERNELS)}")
+    kernel = found[0]
     return kernel.variant(kernel.default(contract, work_units, device))
 
 

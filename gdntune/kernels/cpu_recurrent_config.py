@@ -75,24 +75,27 @@ def _legal(c: Contract, device: Device) -> list[Knobs]:
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
     native, legal = _native(device), _legal(c, device)
-    # k_last: one row in flight leaves the sums' latency bare (1.6 to 2.2 times slower); v_last has few legal settings, all are tried
-    found = [
-        s for s in legal if c.layout == "v_last" or (s.ilp > 1 and s.vec in (native, native // 2 if native > 4 else 8))
-    ]
-    found += [dataclasses.replace(s, ahead=False) for s in found if s.vec == native and s.tile_v <= 32]
+    # k_last: one row in flight leaves the sums' latency bare (half as fast again); v_last has few legal settings, all are tried
+    found = [s for s in legal if c.layout == "v_last" or (s.ilp > 1 and s.vec in (native, native // 2 if native > 4 else 8))]
+    plain = [s for s in found if s.vec == native and s.tile_v <= 32]
+    found += [dataclasses.replace(s, ahead=False) for s in plain]
     if c.intermediate != "none":
-        found += [dataclasses.replace(s, around=True) for s in found if s.vec == native and s.ahead]
+        found = plain + [dataclasses.replace(s, around=True) for s in found]
     return tuple(found)
 
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
-    """A rule for where no table speaks: the widest vectors, 16 KiB a tile in fp32, eight accumulators; smaller tiles while threads would idle."""
-    elements = 4096
+    """A rule for where no table speaks, from what won on an AMD EPYC of two cores: native vectors and as many rows in flight as may be.
+
+    A tile and the next share L1: 16 KiB each in fp32. v_last wants whole rows of memory, so twice that, and at T=1, where no tile
+    is kept, four times. Smaller while threads would idle.
+    """
+    elements = 4096 if c.layout == "k_last" else 8192 if c.tokens > 1 else 16384
     while elements > 1024 and work_units * c.K * c.V // elements < 4 * device.sm_count:
         elements //= 2
 
     def distance(s: Knobs) -> tuple[int, ...]:
-        return (s.vec != _native(device), abs(s.tile_v * c.K - elements), abs(s.ilp - 4))
+        return (s.vec != _native(device), abs(s.tile_v * c.K - elements), -s.ilp)
 
     best = min(_legal(c, device), key=distance)
     return dataclasses.replace(best, around=c.intermediate != "none")

@@ -1,4 +1,5 @@
-// Reads and checks the arguments of a call: tvm_ffi's packed convention, by its C header alone, which compiles in a tenth of the time of its C++ ones.
+// Reads and checks the arguments of a call: tvm_ffi's packed convention, by its C header alone. Its C++ headers take seconds to compile, this
+// and a kernel half a second.
 #pragma once
 
 #include <tvm/ffi/c_api.h>
@@ -33,6 +34,7 @@ enum Type : unsigned { fp32 = 1, bf16 = 2, fp16 = 4, int32 = 8, floating = fp32 
 template <class T>
 constexpr Type type_in_memory = sizeof(T) == 4 ? fp32 : std::is_same_v<T, Bf16> ? bf16 : fp16;
 
+// A tensor's view; strides in elements. All offsets are 64-bit: pools pass 2^31 elements.
 struct Tensor {
   char* data = nullptr;
   Type type = fp32;
@@ -41,66 +43,72 @@ struct Tensor {
   int64_t size[5] = {}, stride[5] = {};
 
   int64_t bytes() const { return type == fp32 || type == int32 ? 4 : 2; }
-  // The address of an element; offsets are 64-bit throughout: pools pass 2^31 elements.
-  char* at(int64_t i, int64_t j = 0, int64_t k = 0) const { return data + (i * stride[0] + j * stride[1] + k * stride[2]) * bytes(); }
+  char* at(int64_t i, int64_t j = 0, int64_t k = 0) const {
+    return data + (i * stride[0] + j * stride[1] + k * stride[2]) * bytes();
+  }
   int64_t index(int64_t i, int64_t j = 0) const { return *reinterpret_cast<const int32_t*>(at(i, j)); }
 };
 
-struct Text {
+// `[2, any, 128]` of sizes; -1 is any.
+struct ShapeText {
   char text[160];
-};
 
-inline Text shape_text(const int64_t* sizes, int rank) {
-  Text t{"["};
-  int end = 1;
-  for (int i = 0; i < rank && end < 140; i++) {
-    const char* comma = i ? ", " : "";
-    end += sizes[i] < 0 ? snprintf(t.text + end, 20, "%sany", comma) : snprintf(t.text + end, 26, "%s%lld", comma, (long long)sizes[i]);
+  ShapeText(const int64_t* sizes, int rank) {
+    int end = snprintf(text, sizeof(text), "[");
+    for (int i = 0; i < rank && end < 120; i++) {
+      const char* comma = i ? ", " : "";
+      if (sizes[i] < 0) end += snprintf(text + end, sizeof(text) - end, "%sany", comma);
+      else end += snprintf(text + end, sizeof(text) - end, "%s%lld", comma, (long long)sizes[i]);
+    }
+    snprintf(text + end, sizeof(text) - end, "]");
   }
-  snprintf(t.text + end, 2, "]");
-  return t;
-}
-
-inline Type type_of(DLDataType d) {
-  if (d.lanes == 1 && d.code == kDLFloat && d.bits == 32) return fp32;
-  if (d.lanes == 1 && d.code == kDLFloat && d.bits == 16) return fp16;
-  if (d.lanes == 1 && d.code == kDLBfloat && d.bits == 16) return bf16;
-  if (d.lanes == 1 && d.code == kDLInt && d.bits == 32) return int32;
-  return Type(0);
-}
+};
 
 class Arguments {
  public:
   Arguments(const TVMFFIAny* values, int count, const char* const* names, int expected) : values_(values), names_(names) {
-    if (count != expected) refuse("TypeError", "%d arguments were given, accepted are %d: %s to %s", count, expected, names[0], names[expected - 1]);
+    if (count == expected) return;
+    refuse("TypeError", "%d arguments were given, accepted are %d: %s to %s", count, expected, names[0], names[expected - 1]);
   }
 
-  bool is_none(int i) const { return values_[i].type_index == kTVMFFINone; }
+  // Whether argument i is anything but None.
+  bool has(int i) const { return values_[i].type_index != kTVMFFINone; }
 
-  // Argument i, of one of `types`, of the shape that `letters` names. A size that is -1 is set by the first tensor that has it.
-  // `contiguous` is how many of the last dimensions must lie side by side.
+  int rank(int i) const {
+    const DLTensor* t = view(i);
+    return t ? t->ndim : 0;
+  }
+
+  // Argument i, of one of `types`, of the shape that `letters` names: a size that is -1 is set by the first tensor that has it, a null one may
+  // be anything. `contiguous`: the elements of the last dimension lie side by side.
   Tensor tensor(int i, unsigned types, const char* letters, std::initializer_list<int64_t*> sizes, bool contiguous = false) const {
     const char* name = names_[i];
     const DLTensor* t = view(i);
-    if (!t) refuse("TypeError", "%s: %s was given, accepted is a tensor %s", name, is_none(i) ? "None" : "no tensor", letters);
-    if (t->device.device_type != kDLCPU) refuse("ValueError", "%s: a tensor on device type %d was given, accepted is a CPU tensor", name, int(t->device.device_type));
+    if (!t) refuse("TypeError", "%s: %s was given, accepted is a tensor %s", name, has(i) ? "no tensor" : "None", letters);
+    if (t->device.device_type != kDLCPU) {
+      refuse("ValueError", "%s: a tensor on device type %d was given, accepted is a CPU tensor", name, int(t->device.device_type));
+    }
     Tensor r;
     r.given = true;
-    r.rank = t->ndim;
     r.type = type_of(t->dtype);
+    r.rank = t->ndim;
     if (!(r.type & types)) {
-      refuse("TypeError", "%s: dtype code %d of %d bits was given, accepted are %s%s%s%s", name, t->dtype.code, t->dtype.bits, types & fp32 ? "float32 " : "",
-             types & bf16 ? "bfloat16 " : "", types & fp16 ? "float16 " : "", types & int32 ? "int32 (pass int64 as its low words)" : "");
+      refuse("TypeError", "%s: dtype code %d of %d bits was given, accepted are %s%s%s%s", name, t->dtype.code, t->dtype.bits,
+             types & fp32 ? "float32 " : "", types & bf16 ? "bfloat16 " : "", types & fp16 ? "float16 " : "",
+             types & int32 ? "int32 (pass int64 as its low words)" : "");
     }
     int64_t accepted[5] = {};
     bool fits = t->ndim == int(sizes.size());
     int d = 0;
-    for (int64_t* size : sizes) {
+    for (const int64_t* size : sizes) {
       accepted[d] = size ? *size : -1;
-      if (fits && accepted[d] >= 0 && accepted[d] != t->shape[d]) fits = false;
+      fits = fits && (accepted[d] < 0 || accepted[d] == t->shape[d]);
       d++;
     }
-    if (!fits) refuse("ValueError", "%s: shape %s was given, accepted is %s = %s", name, shape_text(t->shape, t->ndim).text, letters, shape_text(accepted, d).text);
+    if (!fits) {
+      refuse("ValueError", "%s: shape %s was given, accepted is %s = %s", name, ShapeText(t->shape, t->ndim).text, letters,
+             ShapeText(accepted, d).text);
+    }
     d = 0;
     for (int64_t* size : sizes) {
       r.size[d] = t->shape[d];
@@ -109,15 +117,10 @@ class Arguments {
       d++;
     }
     if (contiguous && r.stride[d - 1] != 1 && r.size[d - 1] > 1) {
-      refuse("ValueError", "%s: a last stride of %lld was given, accepted is 1 (a contiguous last dimension)", name, (long long)r.stride[d - 1]);
+      refuse("ValueError", "%s: a last stride of %lld was given, accepted is 1", name, (long long)r.stride[d - 1]);
     }
     r.data = static_cast<char*>(t->data) + t->byte_offset;
     return r;
-  }
-
-  int rank(int i) const {
-    const DLTensor* t = view(i);
-    return t ? t->ndim : 0;
   }
 
   double number(int i) const {
@@ -127,6 +130,14 @@ class Arguments {
   }
 
  private:
+  static Type type_of(DLDataType d) {
+    if (d.lanes == 1 && d.code == kDLFloat && d.bits == 32) return fp32;
+    if (d.lanes == 1 && d.code == kDLFloat && d.bits == 16) return fp16;
+    if (d.lanes == 1 && d.code == kDLBfloat && d.bits == 16) return bf16;
+    if (d.lanes == 1 && d.code == kDLInt && d.bits == 32) return int32;
+    return Type(0);
+  }
+
   const DLTensor* view(int i) const {
     if (values_[i].type_index == kTVMFFIDLTensorPtr) return static_cast<const DLTensor*>(values_[i].v_ptr);
     if (values_[i].type_index == kTVMFFITensor) return TVMFFITensorGetDLTensorPtr(values_[i].v_obj);

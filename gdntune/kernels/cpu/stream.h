@@ -43,8 +43,7 @@ class Stream {
 #pragma GCC unroll 8
       for (int j = 0; j < n.value; j++) {
         for (auto& x : s[j].part) x *= factor;
-        if (around) store_around(to + i + j * P::size, rounded(s[j]));
-        else store_raw(to + i + j * P::size, rounded(s[j]));
+        store_raw<around>(to + i + j * P::size, rounded(s[j]));
       }
     });
   }
@@ -71,7 +70,7 @@ class Stream {
       int64_t slots = -1, n = -1, one = 1;
       const Tensor state = given.tensor(0, type_in_memory<State>, "[slots, n]", {&slots, &n}, true);
       Tensor buffer;
-      if (!given.is_none(1)) buffer = given.tensor(1, type_in_memory<State>, "[slots, steps, n]", {&slots, nullptr, &n}, true);
+      if (given.has(1)) buffer = given.tensor(1, type_in_memory<State>, "[slots, steps, n]", {&slots, nullptr, &n}, true);
       const float factor = float(given.number(2));
       const Tensor sink = given.tensor(3, fp32, "[1]", {&one});
       if (n % 32) refuse("ValueError", "state: n=%lld was given, accepted are multiples of 32", (long long)n);
