@@ -32,7 +32,9 @@ def narrow_products(ptx: str, sources: tuple[str, ...] = ("%ctaid.z",)) -> list[
     return found
 
 
-def _closure(lines: list[tuple[str, str, str]], seed: set[str], follows: Callable[[str], bool], backwards: bool) -> set[str]:
+def _closure(
+    lines: list[tuple[str, str, str]], seed: set[str], follows: Callable[[str], bool], backwards: bool
+) -> set[str]:
     """Registers that the seed's values reach, or that reach the seed: to a fixed point, since a loop hands values back to lines above."""
     found, grown = set(seed), True
     while grown:
@@ -40,7 +42,12 @@ def _closure(lines: list[tuple[str, str, str]], seed: set[str], follows: Callabl
         for op, operands, _ in lines:
             target, rest = operands.split(",", 1) if "," in operands else (operands, "")
             writes, reads = set(_REGISTER.findall(target)), set(_REGISTER.findall(rest))
-            loaded = not backwards and op.startswith("ld.global") and op.endswith((".b32", ".u32", ".s32")) and ".v" not in op
+            loaded = (
+                not backwards
+                and op.startswith("ld.global")
+                and op.endswith((".b32", ".u32", ".s32"))
+                and ".v" not in op
+            )
             new: set[str] = set()
             if loaded or (not backwards and follows(op) and reads & found):
                 new = writes - found

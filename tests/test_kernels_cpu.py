@@ -242,6 +242,19 @@ def test_every_16_bit_number_converts(dtype, vec, function):
         assert same.all(), every[~same][:4]
 
 
+@pytest.mark.parametrize("name", ["k", "v", "a", "b"])
+def test_a_nan_stays_one(name, function):
+    """A NaN of all bits set, as poisoned memory has them, is NaN in a bf16 state: rounding it by integers would give zero."""
+    contract = SPOILT.replace(state_dtype="bf16")
+    case = make_case(Problem(contract, 2, 1, 2))
+    getattr(case, name)[0].view(torch.int32).fill_(-1)
+    function(DECODE, contract, SPOILT_KNOBS)(*case.arguments())
+    first, second = case.state[case.write_index.long()]
+    assert first.isnan().all()
+    assert case.output[0].isnan().all()
+    assert not second.isnan().any()
+
+
 @pytest.mark.parametrize("intermediate", ["none", "dense"])
 @pytest.mark.parametrize("mode", ["update", "frozen"])
 def test_the_floor_moves_what_it_should(mode, intermediate, function):

@@ -168,14 +168,18 @@ def test_a_broken_variant_never_reaches_a_table(kind, status, reason, monkeypatc
     assert failed and all("tv16.ilp2.vec8" in r.variant and r.status == status for r in failed)
     assert all(__import__("re").search(reason, r.reason) for r in failed), [r.reason for r in failed]
     assert not any("tv16.ilp2.vec8" in name for name in outcome.table.variants)
-    assert not any(isinstance(r, Trial) and "tv16.ilp2.vec8" in r.variant.id and r.role == "decode" for r in outcome.records)
+    assert not any(
+        isinstance(r, Trial) and "tv16.ilp2.vec8" in r.variant.id and r.role == "decode" for r in outcome.records
+    )
     assert any("did not pass the check" in note for note in outcome.notes)
 
 
 def test_plan_objects_covers_a_sweep(store):
     """`gdntune compile` makes what a sweep loads: variants, floors, and the default rule's choices, each once."""
     device = arch.target("sm_90a")
-    cfg = config.parse(TINY.replace("device: cpu", "device: cuda").replace("K: 64, V: 64", "K: 128, V: 128").split("kernels:")[0])
+    cfg = config.parse(
+        TINY.replace("device: cpu", "device: cuda").replace("K: 64, V: 64", "K: 128, V: 128").split("kernels:")[0]
+    )
     objects = search.plan_objects(cfg, device)
     names = {(spec.kernel, spec.label) for spec, _ in objects}
     assert len({spec.key for spec, _ in objects}) == len(objects)

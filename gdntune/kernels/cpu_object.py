@@ -11,8 +11,9 @@ from gdntune.errors import BuildError, ToolMissing
 
 HEADERS = Path(__file__).parent / "cpu"
 
-# The CPU at hand decides the instructions, so its name belongs in an object's key. Never -ffast-math: it drops NaN and signed zeros, and linked
-# into a library it flushes denormals in the whole process. The ABI note is about vectors passed between objects; none are.
+# The CPU at hand decides the instructions, so its name belongs in an object's key. Never -ffast-math: it drops NaN and
+# signed zeros, and linked into a library it flushes denormals in the whole process. The note silenced is about vectors
+# passed between objects; none are.
 FLAGS = ("-O2", "-march=native", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
 
 STATES = {"fp32": "float", "bf16": "Bf16", "fp16": "Half"}

@@ -4,7 +4,7 @@ import dataclasses
 
 from gdntune.arch import Device
 from gdntune.kernels.spec import Facts, Kernel, knob
-from gdntune.problem import MAX_TOKENS, Contract
+from gdntune.problem import ITEMSIZE, MAX_TOKENS, Contract
 
 TILES = (16, 32, 64, 128)
 WIDTHS = (4, 8, 16)
@@ -25,8 +25,9 @@ class Knobs:
 def facts(c: Contract) -> Facts:
     """What an object is compiled for: what a call's arguments cannot tell, and what the inner loops are made of.
 
-    Dynamic are all sizes but K, every stride but the innermost, the dtypes of all tensors but the state, GDN or KDA, whether and which index
-    tensors are given, intermediate states. `gate` tells `lower_bound` from the others only: without A_log the log decay is given.
+    Dynamic are all sizes but K, every stride but the innermost, the dtypes of all tensors but the state, GDN or KDA, which
+    index tensors are given, intermediate states. `gate` tells `lower_bound` from the others alone: without A_log the log
+    decay is given.
     """
     return {
         "state_dtype": c.state_dtype,
@@ -75,8 +76,10 @@ def _legal(c: Contract, device: Device) -> list[Knobs]:
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
     native, legal = _native(device), _legal(c, device)
-    # k_last: one row in flight leaves the sums' latency bare (half as fast again); v_last has few legal settings, all are tried
-    found = [s for s in legal if c.layout == "v_last" or (s.ilp > 1 and s.vec in (native, native // 2 if native > 4 else 8))]
+    other = native // 2 if native > 4 else 8
+    # k_last: one row in flight leaves the latency of its sums bare (1.4 to 1.6 times the time, AMD EPYC); v_last has few
+    # legal settings, all are tried
+    found = [s for s in legal if c.layout == "v_last" or (s.ilp > 1 and s.vec in (native, other))]
     plain = [s for s in found if s.vec == native and s.tile_v <= 32]
     found += [dataclasses.replace(s, ahead=False) for s in plain]
     if c.intermediate != "none":
@@ -87,10 +90,10 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A rule for where no table speaks, from what won on an AMD EPYC of two cores: native vectors and as many rows in flight as may be.
 
-    A tile and the next share L1: 16 KiB each in fp32. v_last wants whole rows of memory, so twice that, and at T=1, where no tile
-    is kept, four times. Smaller while threads would idle.
+    k_last: a tile is 8 KiB of memory, so that it, its fp32 copy and the next tile share L1. v_last wants long rows of memory:
+    64 rows of V at K=128, and all of them at T=1, where no tile is kept. Smaller while threads would idle.
     """
-    elements = 4096 if c.layout == "k_last" else 8192 if c.tokens > 1 else 16384
+    elements = 8192 // ITEMSIZE[c.state_dtype] if c.layout == "k_last" else 8192 if c.tokens > 1 else 16384
     while elements > 1024 and work_units * c.K * c.V // elements < 4 * device.sm_count:
         elements //= 2
 

@@ -74,7 +74,7 @@ class Recurrent:
         rows = intermediate.shape[0] if const_expr(intermediate is not None) else None
         steps = intermediate.shape[1] if const_expr(intermediate is not None) else None
         self.kernel(
-            self.view(state, 1), self.view(q, 2), self.view(k, 2), self.view(v, 2), self.view(a, 2), self.view(b, 2), A_log, dt_bias,
+            self.view(state, 1, None), self.view(q, 2), self.view(k, 2), self.view(v, 2), self.view(a, 2), self.view(b, 2), A_log, dt_bias,
             self.view(read_index, 1), self.view(write_index, 1), self.view(slot_index, 2, None), self.view(accepted, 1),
             self.view(cu_seqlens, 1), self.view(intermediate, 2), self.view(output, 2),
             scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm, heads,

@@ -68,8 +68,10 @@ def defaults(contract: Contract, device: arch.Device) -> list[Variant]:
 
 
 def main(folder: Path, target: str = "sm_90a") -> None:
+    """Compiles and bundles them."""
     device = arch.target(target)
-    pairs = [(c, v) for c in CONTRACTS.values() for v in defaults(c, device)]
+    wanted = [*CONTRACTS.values(), Contract(), Contract(tokens=4), Contract(tokens=8, intermediate="dense")]
+    pairs = [(c, v) for c in wanted for v in defaults(c, device)]
     for op in DIFFERENTIAL_CONTRACTS:
         pairs += differential_variants(op)
     objects = [(object_spec(kernels.get(v.kernel), c, v, device), kernels.get(v.kernel).compiler) for c, v in pairs]

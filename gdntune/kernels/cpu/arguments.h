@@ -1,5 +1,5 @@
-// Reads and checks the arguments of a call: tvm_ffi's packed convention, by its C header alone. Its C++ headers take seconds to compile, this
-// and a kernel half a second.
+// Reads and checks the arguments of a call: tvm_ffi's packed convention, by its C header alone. Its C++ headers take
+// seconds to compile, this and a kernel half a second.
 #pragma once
 
 #include <tvm/ffi/c_api.h>
@@ -66,9 +66,11 @@ struct ShapeText {
 
 class Arguments {
  public:
-  Arguments(const TVMFFIAny* values, int count, const char* const* names, int expected) : values_(values), names_(names) {
+  Arguments(const TVMFFIAny* values, int count, const char* const* names, int expected)
+      : values_(values), names_(names) {
     if (count == expected) return;
-    refuse("TypeError", "%d arguments were given, accepted are %d: %s to %s", count, expected, names[0], names[expected - 1]);
+    refuse("TypeError", "%d arguments were given, accepted are %d: %s to %s", count, expected, names[0],
+           names[expected - 1]);
   }
 
   // Whether argument i is anything but None.
@@ -79,22 +81,27 @@ class Arguments {
     return t ? t->ndim : 0;
   }
 
-  // Argument i, of one of `types`, of the shape that `letters` names: a size that is -1 is set by the first tensor that has it, a null one may
-  // be anything. `contiguous`: the elements of the last dimension lie side by side.
-  Tensor tensor(int i, unsigned types, const char* letters, std::initializer_list<int64_t*> sizes, bool contiguous = false) const {
+  // Argument i, of one of `types`, of the shape that `letters` names: a size that is -1 is set by the first tensor that
+  // has it, a null one may be anything. `contiguous`: the elements of the last dimension lie side by side.
+  Tensor tensor(int i, unsigned types, const char* letters, std::initializer_list<int64_t*> sizes,
+                bool contiguous = false) const {
     const char* name = names_[i];
     const DLTensor* t = view(i);
-    if (!t) refuse("TypeError", "%s: %s was given, accepted is a tensor %s", name, has(i) ? "no tensor" : "None", letters);
+    if (!t) {
+      refuse("TypeError", "%s: %s was given, accepted is a tensor %s", name, has(i) ? "no tensor" : "None", letters);
+    }
     if (t->device.device_type != kDLCPU) {
-      refuse("ValueError", "%s: a tensor on device type %d was given, accepted is a CPU tensor", name, int(t->device.device_type));
+      refuse("ValueError", "%s: a tensor on device type %d was given, accepted is a CPU tensor", name,
+             int(t->device.device_type));
     }
     Tensor r;
     r.given = true;
     r.type = type_of(t->dtype);
     r.rank = t->ndim;
     if (!(r.type & types)) {
-      refuse("TypeError", "%s: dtype code %d of %d bits was given, accepted are %s%s%s%s", name, t->dtype.code, t->dtype.bits,
-             types & fp32 ? "float32 " : "", types & bf16 ? "bfloat16 " : "", types & fp16 ? "float16 " : "",
+      refuse("TypeError", "%s: dtype code %d of %d bits was given, accepted are %s%s%s%s", name, t->dtype.code,
+             t->dtype.bits, types & fp32 ? "float32 " : "", types & bf16 ? "bfloat16 " : "",
+             types & fp16 ? "float16 " : "",
              types & int32 ? "int32 (pass int64 as its low words)" : "");
     }
     int64_t accepted[5] = {};
@@ -106,8 +113,8 @@ class Arguments {
       d++;
     }
     if (!fits) {
-      refuse("ValueError", "%s: shape %s was given, accepted is %s = %s", name, ShapeText(t->shape, t->ndim).text, letters,
-             ShapeText(accepted, d).text);
+      refuse("ValueError", "%s: shape %s was given, accepted is %s = %s", name, ShapeText(t->shape, t->ndim).text,
+             letters, ShapeText(accepted, d).text);
     }
     d = 0;
     for (int64_t* size : sizes) {
@@ -125,7 +132,8 @@ class Arguments {
 
   double number(int i) const {
     if (values_[i].type_index == kTVMFFIFloat) return values_[i].v_float64;
-    if (values_[i].type_index == kTVMFFIInt || values_[i].type_index == kTVMFFIBool) return double(values_[i].v_int64);
+    if (values_[i].type_index == kTVMFFIInt) return double(values_[i].v_int64);
+    if (values_[i].type_index == kTVMFFIBool) return double(values_[i].v_int64);
     refuse("TypeError", "%s: no number was given, accepted is a float or an int", names_[i]);
   }
 

@@ -16,9 +16,9 @@ enum Argument {
   SCALE, SOFTPLUS_BETA, SOFTPLUS_THRESHOLD, LOWER_BOUND, BETA_SCALE, NULL_INDEX, L2NORM, ARGUMENTS,
 };
 constexpr const char* NAMES[ARGUMENTS] = {
-  "state", "q", "k", "v", "a", "b", "A_log", "dt_bias", "read_index", "write_index", "slot_index", "accepted", "cu_seqlens",
-  "intermediate", "output", "scale", "softplus_beta", "softplus_threshold", "lower_bound", "beta_scale", "null_index",
-  "use_qk_l2norm",
+  "state", "q", "k", "v", "a", "b", "A_log", "dt_bias", "read_index", "write_index", "slot_index", "accepted",
+  "cu_seqlens", "intermediate", "output", "scale", "softplus_beta", "softplus_threshold", "lower_bound", "beta_scale",
+  "null_index", "use_qk_l2norm",
 };
 // clang-format on
 
@@ -51,8 +51,8 @@ inline void require_whole_heads(const Tensor& t, Argument i, int64_t pitch) {
 
 inline void require_at_least(Argument i, const char* what, int64_t given, const char* letter, int64_t least) {
   if (given < least) {
-    refuse("ValueError", "%s: %lld %s were given, accepted is %s=%lld or more", NAMES[i], (long long)given, what, letter,
-           (long long)least);
+    refuse("ValueError", "%s: %lld %s were given, accepted is %s=%lld or more", NAMES[i], (long long)given, what,
+           letter, (long long)least);
   }
 }
 
@@ -66,7 +66,10 @@ Call checked(const TVMFFIAny* values, int count) {
   c.T = c.H = c.HV = c.V = -1;
   int64_t *row = k_last ? &c.V : &K, *column = k_last ? &K : &c.V;
 
-  c.state = given.tensor(STATE, kept, k_last ? "[slots, HV, V, K]" : "[slots, HV, K, V]", {&slots, &c.HV, row, column}, true);
+  const char* pool = k_last ? "[slots, HV, V, K]" : "[slots, HV, K, V]";
+  const char* buffer = k_last ? "[rows, steps, HV, V, K]" : "[rows, steps, HV, K, V]";
+
+  c.state = given.tensor(STATE, kept, pool, {&slots, &c.HV, row, column}, true);
   require_whole_heads(c.state, STATE, *column);
   c.q = given.tensor(Q, floating, "[B, T, H, K]", {&batch, &c.T, &c.H, &K}, true);
   c.k = given.tensor(KEY, floating, "[B, T, H, K]", {&batch, &c.T, &c.H, &K}, true);
@@ -84,12 +87,13 @@ Call checked(const TVMFFIAny* values, int count) {
   }
   for (const auto& [t, i] : {std::pair(&c.A_log, A_LOG), std::pair(&c.dt_bias, DT_BIAS)}) {
     if (t->given && t->size[0] != c.HV && t->size[0] != c.H) {
-      refuse("ValueError", "%s: %lld heads were given, accepted are HV=%lld or H=%lld", NAMES[i], (long long)t->size[0],
-             (long long)c.HV, (long long)c.H);
+      refuse("ValueError", "%s: %lld heads were given, accepted are HV=%lld or H=%lld", NAMES[i],
+             (long long)t->size[0], (long long)c.HV, (long long)c.H);
     }
   }
   if (c.H < 1 || c.HV % c.H) {
-    refuse("ValueError", "v: HV=%lld heads were given with H=%lld of q, accepted are multiples", (long long)c.HV, (long long)c.H);
+    refuse("ValueError", "v: HV=%lld heads were given with H=%lld of q, accepted are multiples", (long long)c.HV,
+           (long long)c.H);
   }
   if (c.V % Setting::tile_v) {
     refuse("ValueError", "v: V=%lld was given, accepted are multiples of tile_v=%d", (long long)c.V, Setting::tile_v);
@@ -100,7 +104,9 @@ Call checked(const TVMFFIAny* values, int count) {
   if (c.ragged) {
     c.cu_seqlens = given.tensor(CU_SEQLENS, int32, "[B+1]", {nullptr});
     c.N = c.cu_seqlens.size[0] - 1;
-    if (batch != 1) refuse("ValueError", "q: %lld rows were given with cu_seqlens, accepted is [1, total, H, K]", (long long)batch);
+    if (batch != 1) {
+      refuse("ValueError", "q: %lld rows were given with cu_seqlens, accepted is [1, total, H, K]", (long long)batch);
+    }
   } else if (c.T > MAX_TOKENS) {
     refuse("ValueError", "q: T=%lld was given, accepted are 1 to %d", (long long)c.T, MAX_TOKENS);
   }
@@ -108,8 +114,7 @@ Call checked(const TVMFFIAny* values, int count) {
   const int64_t steps = c.ragged ? 1 : c.T;
 
   if (given.has(INTERMEDIATE)) {
-    c.intermediate = given.tensor(INTERMEDIATE, kept, k_last ? "[rows, steps, HV, V, K]" : "[rows, steps, HV, K, V]",
-                                  {nullptr, nullptr, &c.HV, row, column}, true);
+    c.intermediate = given.tensor(INTERMEDIATE, kept, buffer, {nullptr, nullptr, &c.HV, row, column}, true);
     require_whole_heads(c.intermediate, INTERMEDIATE, *column);
     require_at_least(INTERMEDIATE, "steps", c.intermediate.size[1], "T", steps);
     if (given.has(SLOT)) c.slot = given.tensor(SLOT, int32, "[B]", {&c.N});
@@ -120,11 +125,11 @@ Call checked(const TVMFFIAny* values, int count) {
     require_at_least(SLOT, "columns", columns, "T", steps);
   }
   if (given.has(ACCEPTED)) {
-    if (!c.slots) refuse("TypeError", "accepted: a tensor was given, accepted is None without a slot_index [B, 1+S] of pool slots");
+    if (!c.slots) refuse("TypeError", "accepted: a tensor was given, accepted is None without a slot_index [B, 1+S]");
     c.accepted = given.tensor(ACCEPTED, int32, "[B]", {&c.N});
   }
   if (given.has(READ)) {
-    if (c.slots) refuse("TypeError", "read_index: a tensor was given, accepted is None with a slot_index [B, 1+S] of pool slots");
+    if (c.slots) refuse("TypeError", "read_index: a tensor was given, accepted is None with a slot_index [B, 1+S]");
     c.read = given.tensor(READ, int32, "[B]", {&c.N});
   } else if (!c.slots) {
     require_at_least(STATE, "rows", slots, "B", c.N);

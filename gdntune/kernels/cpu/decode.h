@@ -2,14 +2,16 @@
 //
 //     S <- decay S;   u <- beta (v - S k);   S <- S + u k^T;   o <- S q
 //
-// One pass over S a token: with kd = decay k and qd = decay q, S k and S q are sums of the old S (`dots`), o = S qd + u (k.q),
-// and the pass that applies one token's decay and u (`update`) takes the next token's dots along. So T tokens are T+1 passes over
-// a tile of S, of which the first reads memory and the others L1: the tile is kept in fp32 between tokens.
+// One pass over S a token: with kd = decay k and qd = decay q, S k and S q are sums of the old S (`dots`), o = S qd + u
+// (k.q), and the pass that applies one token's decay and u (`update`) takes the next token's dots along. So T tokens
+// are T+1 passes over a tile of S, of which the first reads memory and the others L1: the tile is kept in fp32 between
+// tokens.
 //
-// Both layouts are one loop. The contraction over K is walked in steps; `ilp` groups of rows are in flight at each step:
+// Both layouts are one loop. The contraction over K is walked in steps; `ilp` groups of rows are in flight at each
+// step:
 //
-//     k_last   a step is a lot of keys, a group is one row of V: keys are loaded, u is one number, the dots' lanes are summed
-//     v_last   a step is one key, a group is a lot of rows of V: the key is one number, u is loaded, the dots are whole
+//     k_last   a step is a lot of keys, a group is one row of V: keys are loaded, u is a number, the dots' lanes summed
+//     v_last   a step is one key, a group is a lot of rows of V: the key is a number, u is loaded, the dots whole
 //
 // A lot is what one access to the state moves. A task is `tile_v` rows of one head of one request.
 #pragma once
@@ -24,7 +26,7 @@ namespace {
 struct Request {
   int64_t batch, first;  // of q, k, v ...: [batch, first + t]
   int tokens;
-  int64_t read, write, row;  // slots of the state, row of the intermediate buffer; -1: none. Without `read` it is padding
+  int64_t read, write, row;  // slots of the state, row of the intermediate buffer; -1: none. No `read`: padding
 };
 
 inline Request request_of(const Call& c, int64_t n, Writes writes, int64_t most_tokens) {
@@ -81,7 +83,8 @@ class Decode {
     Keys keys[MAX_TOKENS];
   };
 
-  // What the rows in flight have: u; S k and S q. v_last: a number a lane; k_last: u in all lanes, partial sums in each.
+  // What the rows in flight have: u; S k and S q. v_last: a number a lane; k_last: u in all lanes, partial sums in
+  // each.
   struct Flight {
     static constexpr int sum_parts = k_last ? 1 : parts;
     P u[ilp];
@@ -94,8 +97,8 @@ class Decode {
     State *passing, *final;
   };
 
-  // The next tile, fetched into the cache meanwhile, a share of its lines in each of this tile's `passes`, so that the memory
-  // never idles: 87 to 93% of the floor's bandwidth (fp32, T=1, AMD EPYC), 44 to 58% without.
+  // The next tile, fetched into the cache meanwhile, a share of its lines in each of this tile's `passes`, so that the
+  // memory never idles: 87 to 95% of the floor's bandwidth (fp32, T=1, AMD EPYC), 44 to 76% without.
   struct Ahead {
     const State* tile;
     int pass, passes;
@@ -111,18 +114,21 @@ class Decode {
     return r;
   }
 
-  // The place of group i of the chunk at `row`, at a step; `pitch` is v_last's, the row of memory. k_last's offsets are constants:
-  // strides of their own for each tile had GCC shuffle dozens of pointers (1.16 instead of 0.79 us a head, fp32, ilp 2, in L1).
+  // The place of group i of the chunk at `row`, at a step; `pitch` is v_last's, the row of memory. k_last's offsets are
+  // constants: strides of their own for each tile had GCC shuffle dozens of pointers (1.16 instead of 0.79 us a head,
+  // fp32, ilp 2, in L1).
   template <class E>
   static E* place(E* tile, int64_t pitch, int row, int step, int i) {
     if constexpr (k_last) return tile + row * K + step * lot + i * K;
     return tile + step * pitch + row + i * lot;
   }
 
-  // A pass over the chunk at `row` of a tile in memory or kept: applies the `last` token's decay and u, sums the `next` one's dots.
+  // A pass over the chunk at `row` of a tile in memory or kept: applies the `last` token's decay and u, sums the `next`
+  // one's dots.
   template <bool update, bool dots, class From>
   __attribute__((always_inline)) static void sweep(Flight& f, const Keys& last, const Keys& next, const From* from,
-                                                   int64_t from_pitch, int64_t pitch, Targets to, Ahead ahead, int row) {
+                                                   int64_t from_pitch, int64_t pitch, Targets to, Ahead ahead,
+                                                   int row) {
     int due = ahead.pass * line_steps;
     for (int step = 0; step < steps; step++) {
       P decay, k, kd, qd, s[ilp];
@@ -208,8 +214,9 @@ class Decode {
     }
   }
 
-  // One token: nothing is kept, a chunk is read twice, from memory and from L1. The stores lag a chunk behind, so that the next
-  // chunk's dots run while the sums over lanes, and u, are on their way (1.4 instead of 1.9 us a head, bf16, ilp 2, in L1).
+  // One token: nothing is kept, a chunk is read twice, from memory and from L1. The stores lag a chunk behind, so that
+  // the next chunk's dots run while the sums over lanes, and u, are on their way (1.4 instead of 1.9 us a head, bf16,
+  // ilp 2, in L1).
   __attribute__((noinline)) static void only_token(const Keys& keys, const State* from, State* passing, State* final,
                                                    const State* ahead, int64_t pitch, Scratch& w) {
     const bool stores = passing || final;
@@ -221,13 +228,15 @@ class Decode {
       }
       if (row > 0 && stores) {
         recall(f, row - chunk, w);
-        sweep<true, false>(f, keys, keys, from, pitch, pitch, {nullptr, passing, final}, {ahead, 1, 2}, row - chunk);
+        const Targets to{nullptr, passing, final};
+        sweep<true, false>(f, keys, keys, from, pitch, pitch, to, {ahead, 1, 2}, row - chunk);
       }
     }
   }
 
   // The first of several tokens: reads the state.
-  __attribute__((noinline)) static void first_token(const Keys& keys, const State* from, Ahead ahead, int64_t pitch, Scratch& w) {
+  __attribute__((noinline)) static void first_token(const Keys& keys, const State* from, Ahead ahead, int64_t pitch,
+                                                    Scratch& w) {
     for (int row = 0; row < tile_v; row += chunk) {
       Flight f;
       sweep<false, true>(f, keys, keys, from, pitch, pitch, {w.kept, nullptr, nullptr}, ahead, row);
@@ -236,8 +245,8 @@ class Decode {
   }
 
   // Each further token: `passing` is where the state after the last one goes.
-  __attribute__((noinline)) static void next_token(const Keys& last, const Keys& next, State* passing, Ahead ahead, int64_t pitch,
-                                                   Scratch& w) {
+  __attribute__((noinline)) static void next_token(const Keys& last, const Keys& next, State* passing, Ahead ahead,
+                                                   int64_t pitch, Scratch& w) {
     for (int row = 0; row < tile_v; row += chunk) {
       Flight f;
       recall(f, row, w);
@@ -247,8 +256,8 @@ class Decode {
   }
 
   // After the last of several tokens: the stores.
-  __attribute__((noinline)) static void after_tokens(const Keys& last, State* passing, State* final, Ahead ahead, int64_t pitch,
-                                                     Scratch& w) {
+  __attribute__((noinline)) static void after_tokens(const Keys& last, State* passing, State* final, Ahead ahead,
+                                                     int64_t pitch, Scratch& w) {
     for (int row = 0; row < tile_v; row += chunk) {
       Flight f;
       recall(f, row, w);
@@ -287,7 +296,8 @@ class Decode {
     else write_as<Half>(p, from, n);
   }
 
-  // What reaches the state: rounding it to bf16 takes NaNs of one kind alone, which is 10% quicker than a look at each element.
+  // What reaches the state: rounding it to bf16 takes NaNs of one kind alone, which is 10% quicker than a look at each
+  // element.
   static F plain(F x) {
     if constexpr (parts == 2) return canonical<vec>(x);
     return x;
@@ -379,7 +389,8 @@ class Decode {
   }
 
   // All tokens on one tile. It is read before any of it is stored, so a slot may be read and written.
-  static void run_tile(const Call& c, const Request& r, int64_t n, int64_t hv, int64_t row, const State* ahead, Scratch& w) {
+  static void run_tile(const Call& c, const Request& r, int64_t n, int64_t hv, int64_t row, const State* ahead,
+                       Scratch& w) {
     const int end = r.tokens - 1;
     const State* from = tile(c.state.at(r.read, hv), row);
     State* final = r.write < 0 ? nullptr : tile(c.state.at(r.write, hv), row);

@@ -2,7 +2,7 @@
 //
 //     read            state [slots, n] is read; its sum goes to sink
 //     read, write     state is multiplied by `factor` in place
-//     read, T writes  each slot's state, multiplied by `factor`, goes to intermediate [slots, T, n]; the state too where it is written
+//     read, T writes  state, multiplied by `factor`, goes to intermediate [slots, T, n], and back where it is written
 //
 // A task is `block` KiB of one slot; `ilp` vectors of `vec` elements are in flight.
 #pragma once
@@ -70,7 +70,9 @@ class Stream {
       int64_t slots = -1, n = -1, one = 1;
       const Tensor state = given.tensor(0, type_in_memory<State>, "[slots, n]", {&slots, &n}, true);
       Tensor buffer;
-      if (given.has(1)) buffer = given.tensor(1, type_in_memory<State>, "[slots, steps, n]", {&slots, nullptr, &n}, true);
+      if (given.has(1)) {
+        buffer = given.tensor(1, type_in_memory<State>, "[slots, steps, n]", {&slots, nullptr, &n}, true);
+      }
       const float factor = float(given.number(2));
       const Tensor sink = given.tensor(3, fp32, "[1]", {&one});
       if (n % 32) refuse("ValueError", "state: n=%lld was given, accepted are multiples of 32", (long long)n);
@@ -82,9 +84,11 @@ class Stream {
         for (int64_t i = 0; i < tasks; i++) {
           const int64_t slot = i / blocks, first = i % blocks * block, size = n - first < block ? n - first : block;
           State* s = reinterpret_cast<State*>(state.at(slot)) + first;
-          const State* ahead = i + 1 < tasks ? reinterpret_cast<State*>(state.at((i + 1) / blocks)) + (i + 1) % blocks * block : nullptr;
+          const State* ahead = nullptr;
+          if (i + 1 < tasks) ahead = reinterpret_cast<State*>(state.at((i + 1) / blocks)) + (i + 1) % blocks * block;
           for (int64_t t = 0; t < steps; t++) {
-            copy<Setting::around>(s, reinterpret_cast<State*>(buffer.at(slot, t)) + first, size, factor, t ? nullptr : ahead);
+            State* to = reinterpret_cast<State*>(buffer.at(slot, t)) + first;
+            copy<Setting::around>(s, to, size, factor, t ? nullptr : ahead);
           }
           if (Setting::write) copy<false>(s, s, size, factor, steps ? nullptr : ahead);
           if (!Setting::write && !steps) sum += total(s, size, ahead);

@@ -1,8 +1,9 @@
 // Vectors of `vec` fp32 lanes, the state's dtypes in memory, and the mathematics of the gates.
 //
-// GCC vector extensions instead of intrinsics: one text serves SSE, AVX, AVX-512 and Arm. Plain loops reached 70% of streaming bandwidth
-// where these reached 93% (AMD EPYC, AVX-512). Nothing here needs -ffast-math, which would flush denormals in the whole process.
-// All names are in an anonymous namespace: objects of different settings are linked into one library.
+// GCC vector extensions instead of intrinsics: one text serves SSE, AVX, AVX-512 and Arm. Plain loops reached 70% of
+// streaming bandwidth where these reached 93% (AMD EPYC, AVX-512). Nothing here needs -ffast-math, which would flush
+// denormals in the whole process. All names are in an anonymous namespace: objects of different settings are linked
+// into one library.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,8 @@
 
 namespace {
 
-// The 16-bit dtypes by their bits. GCC has _Float16 on x86 from 12 on only; where F16C's instructions are not at hand the compiler's type is asked.
+// The 16-bit dtypes by their bits. GCC has _Float16 on x86 from 12 on only; where F16C's instructions are not at hand
+// the compiler's type is asked.
 struct Bf16 {
   uint16_t bits;
 };
@@ -105,8 +107,9 @@ inline Floats<N> load(const Bf16* p) {
   return (Floats<N>)(__builtin_convertvector(raw, Words<N>) << 16);
 }
 
-// To nearest, ties to even, in the upper half of each lane; by integers, since avx512_bf16's instruction would flush denormals. A NaN stays one where
-// its lower half is zero, as `canonical` sees to: the arithmetic only hands on NaNs that it was given.
+// To nearest, ties to even, in the upper half of each lane; by integers, since avx512_bf16's instruction would flush
+// denormals. A NaN stays one where its lower half is zero, as `canonical` sees to: the arithmetic only hands on NaNs
+// that it was given.
 template <int N>
 inline Words<N> round_to_bf16(Floats<N> x) {
   const Words<N> bits = (Words<N>)x;
@@ -120,10 +123,12 @@ inline Floats<N> canonical(Floats<N> x) {
 
 template <int N>
 inline void store(Bf16* p, Floats<N> x) {
-  *reinterpret_cast<Loose<uint16_t, N>*>(&p->bits) = __builtin_convertvector(round_to_bf16<N>(canonical<N>(x)) >> 16, Vector<uint16_t, N>);
+  const Words<N> upper = round_to_bf16<N>(canonical<N>(x)) >> 16;
+  *reinterpret_cast<Loose<uint16_t, N>*>(&p->bits) = __builtin_convertvector(upper, Vector<uint16_t, N>);
 }
 
-// GCC 12 turns vector conversions of _Float16 into scalar ones, so F16C's are named. 4: round as the thread's rounding mode says.
+// GCC 12 turns vector conversions of _Float16 into scalar ones, so F16C's are named. 4: round as the thread's rounding
+// mode says.
 template <int N>
 inline Floats<N> load(const Half* p) {
 #if defined(__F16C__)
@@ -182,9 +187,10 @@ inline void store(Half* p, Floats<N> x) {
   memcpy(p, &raw, sizeof(raw));
 }
 
-// What one access to the state moves: `parts` vectors. bf16 comes in pairs: N words of 32 bits hold the even elements in their upper and the odd
-// ones in their lower halves' places, so that a shift and a mask convert 2N elements, where widening 16 bits to 32 takes three instructions for N
-// (GCC 12, AVX-512). The price is an order of the lanes, even elements first, that everything multiplied with them must share: `arrange`.
+// What one access to the state moves: `parts` vectors. bf16 comes in pairs: each of N words of 32 bits holds an even
+// element in its lower and an odd one in its upper half, so that a shift and a mask convert 2N elements, where widening
+// 16 bits to 32 takes three instructions for N (GCC 12, AVX-512). The price is an order of the lanes, even elements
+// first, that everything multiplied with them must share: `arrange`.
 template <class State, int N>
 struct Pack {
   static constexpr int parts = std::is_same_v<State, Bf16> ? 2 : 1, size = parts * N;
@@ -228,8 +234,9 @@ inline Words<N> rounded(const Pack<Bf16, N>& x) {
   return round_to_bf16<N>(x.part[0]) >> 16 | (round_to_bf16<N>(x.part[1]) & 0xffff0000u);
 }
 
-// `around` goes around the cache where the machine can and `p` is aligned: lines that are written whole and not read soon need not be fetched
-// first (T=4 writes a read: 2.0 instead of 2.7 ms, AMD EPYC, one thread). `settle` orders such stores before what follows.
+// `around` goes around the cache where the machine can and `p` is aligned: lines that are written whole and not read
+// soon need not be fetched first (T=4 writes a read: 2.0 instead of 2.7 ms, AMD EPYC, one thread). `settle` orders such
+// stores before what follows.
 template <bool around, class State, class Raw>
 inline void store_raw(State* p, Raw raw) {
   float* to = reinterpret_cast<float*>(p);
@@ -270,8 +277,8 @@ inline void arrange(float* p, int n, bool back = false) {
   }
 }
 
-// The sums of four vectors' lanes, in the order a, c, b, d. Pairs of vectors are added lane by lane crosswise, so that four sums cost three
-// such steps and log2(N/4) halvings instead of four times log2(N).
+// The sums of four vectors' lanes, in the order a, c, b, d. Pairs of vectors are added lane by lane crosswise, so that
+// four sums cost three such steps and log2(N/4) halvings instead of four times log2(N).
 template <int N>
 inline Floats<N> add_crosswise(Floats<N> x, Floats<N> y) {
   Ints<N> low, high;
@@ -322,8 +329,8 @@ inline Floats<N> exp_of(Floats<N> x) {
   return y * (Floats<N>)((half + 127) << 23) * (Floats<N>)((n - half + 127) << 23);
 }
 
-// log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)): no exp overflows. log1p(t) = 2 atanh(t / (2 + t)), whose series to the 13th power is
-// within 1.4e-8 for t <= 1, relative also at small t.
+// log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)): no exp overflows. log1p(t) = 2 atanh(t / (2 + t)), whose series to
+// the 13th power is within 1.4e-8 for t <= 1, relative also at small t.
 template <int N>
 inline Floats<N> softplus_of(Floats<N> x) {
   Floats<N> t = exp_of<N>(x > 0.0f ? -x : x);

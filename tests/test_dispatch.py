@@ -1,0 +1,131 @@
+"""The runtime's choice of table, row and function."""
+
+import msgspec
+import pytest
+
+import gdntune
+from gdntune import arch, dispatch, kernels, table
+from gdntune.dispatch import Runtime
+from gdntune.errors import TableError
+from gdntune.problem import Contract, Problem
+from gdntune.table import Interval, Origin, Rule, Table, TableVariant
+
+CONTRACT = Contract(state_dtype="fp32")
+
+
+def a_table(device, contract=CONTRACT, kernel="cpu_recurrent", at=100, fingerprint=None):
+    """A table of one rule: the first variant below `at` work units, the last from there on."""
+    variants = kernels.get(kernel).variants(contract, device)
+    first, last = variants[0], variants[-1]
+    origin = Origin("0", "test", "0", "2026-01-01T00:00:00+00:00", 2, 2, {}, 0.0, 0.0)
+    return Table(
+        schema="gdntune.table/1",
+        device=device,
+        software={},
+        kernels={kernel: fingerprint or kernels.fingerprints(device.kind)[kernel]},
+        policy={"timer": "cpu", "l2": "cold-clean"},
+        evidence=origin,
+        variants={v.id: TableVariant(v.kernel, v.knobs) for v in (first, last)},
+        rules=(Rule(contract, (Interval(1, at - 1, first.id), Interval(at, None, last.id))),),
+    )
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Folders for the user's and the shipped tables, both empty."""
+    monkeypatch.setattr(dispatch, "user_tables", lambda: tmp_path / "user")
+    monkeypatch.setattr(dispatch, "shipped_tables", lambda: tmp_path / "shipped")
+    monkeypatch.delenv("GDNTUNE_TABLE", raising=False)
+    dispatch.warn_once.cache_clear()
+    return tmp_path
+
+
+def device():
+    """The CPU at hand."""
+    return arch.detect("cpu")
+
+
+def test_without_a_table_the_default_rule_speaks(places):
+    """Any work units resolve, and say whose word it was."""
+    bound = Runtime(device()).bind(CONTRACT)
+    assert bound.choice(1).first == 1 and "default" in bound.choice(10**6).why
+
+
+def test_order_of_tables(places, monkeypatch):
+    """Given, then GDNTUNE_TABLE, then the user's, then the shipped one of this device."""
+    own = f"{device().slug}/gdn_decode.json"
+    for folder, at in (("shipped", 10), ("user", 20), ("env", 30), ("given", 40)):
+        table.save(a_table(device(), at=at), places / folder / own)
+
+    def boundary():
+        return Runtime(device()).bind(CONTRACT).choices[1].first
+
+    assert boundary() == 20
+    (places / "user" / own).unlink()
+    assert boundary() == 10
+    monkeypatch.setenv("GDNTUNE_TABLE", str(places / "env" / own))
+    assert boundary() == 30
+    runtime = Runtime(device())
+    runtime.use(places / "given" / own)
+    assert runtime.bind(CONTRACT).choices[1].first == 40
+
+
+def test_the_nearest_device_serves_with_a_warning(places, caplog):
+    """A GPU without a table takes that of the GPU most like it, and says so once."""
+    for target in ("sm_90a", "sm_100a"):
+        d = arch.target(target)
+        table.save(a_table(d, Contract(), "recurrent"), places / "shipped" / d.slug / "gdn_decode.json")
+    like_h100 = msgspec.structs.replace(arch.target("sm_90a"), name="NVIDIA H200", peak_gb_s=4800.0)
+    for _ in range(2):
+        assert "h100" in Runtime(like_h100).bind(Contract()).choice(5).why
+    assert sum("nearest" in r.message for r in caplog.records) == 1
+
+
+def test_a_stale_table_says_so(places, caplog):
+    """A table measured with another version of the kernel is used with a warning."""
+    path = places / "user" / device().slug / "gdn_decode.json"
+    table.save(a_table(device(), fingerprint="another"), path)
+    assert "user" in Runtime(device()).bind(CONTRACT).choice(1).why
+    assert any("stale" in r.message for r in caplog.records)
+
+
+def test_a_rule_that_cannot_serve_is_passed_over(places, caplog):
+    """A table from a stranger can be wrong, not dangerous: an illegal variant leads to the default rule, with a warning."""
+    good = a_table(device())
+    wrong = {name: TableVariant(v.kernel, {**v.knobs, "vec": 3}) for name, v in good.variants.items()}
+    path = places / "user" / device().slug / "gdn_decode.json"
+    table.save(msgspec.structs.replace(good, variants=wrong), path)
+    assert "default" in Runtime(device()).bind(CONTRACT).choice(1).why
+    assert any("cannot serve" in r.message for r in caplog.records)
+
+
+def test_a_malformed_table_is_refused(places):
+    """load_table of something that is no table raises, and names the file."""
+    (places / "x.json").write_text("{}")
+    with pytest.raises(TableError, match=r"x\.json"):
+        gdntune.load_table(places / "x.json")
+
+
+def test_bound_functions_follow_the_intervals(places):
+    """Below the boundary one function, from there on the other; both are loaded by load_all."""
+    path = places / "user" / device().slug / "gdn_decode.json"
+    table.save(a_table(device()), path)
+    bound = Runtime(device()).bind(CONTRACT)
+    bound.load_all()
+    assert bound.at(1) is bound.at(99)
+    assert bound.at(100) is bound.at(10**9)
+    assert bound.at(99) is not bound.at(100)
+    assert bound.choice(99).variant != bound.choice(100).variant
+
+
+def test_batch_invariant_is_one_variant(places):
+    """With batch_invariant one variant serves every size."""
+    table.save(a_table(device()), places / "user" / device().slug / "gdn_decode.json")
+    assert len(Runtime(device()).bind(CONTRACT, batch_invariant=True).choices) == 1
+
+
+def test_plan_and_prepare(places):
+    """plan loads one cell's function, prepare all of a contract's."""
+    bound = gdntune.plan(Problem(CONTRACT, 2, 2, 4), device="cpu")
+    assert callable(bound.at(8))
+    assert all(f is not None for f in gdntune.prepare(CONTRACT, device="cpu")._functions)
