@@ -148,6 +148,7 @@ def test_packed_decode_is_plain_decode(device):
 
 
 def refused(match, function, *args, **kwargs):
+    """The message of the UnsupportedProblem that a call raises."""
     with pytest.raises(UnsupportedProblem, match=match) as caught:
         function(*args, **kwargs)
     assert isinstance(caught.value, ValueError)

@@ -27,6 +27,7 @@ search: {screen_rounds: 4, keep: 2, final_rounds: 8, max_cell_seconds: 5}
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
+    """Compiled objects, kept for the module."""
     return Store(tmp_path_factory.mktemp("objects"))
 
 
@@ -38,6 +39,7 @@ def swept(tmp_path_factory, store):
 
 
 def run(folder, store, text=TINY, **options):
+    """A sweep of a config's text on this CPU."""
     return search.sweep(config.parse(text), folder, device=arch.detect("cpu"), store=store, **options)
 
 

@@ -17,6 +17,7 @@ H100 = arch.target("sm_90a")
 
 
 def problem(B=1, H=16, HV=64, **contract):
+    """A problem of Qwen3.5's heads."""
     return Problem(Contract(**contract), B, H, HV)
 
 

@@ -75,6 +75,7 @@ class FakeCupti(types.SimpleNamespace):
 
 
 def activity(kind, start, end, **fields):
+    """A CUPTI record."""
     return types.SimpleNamespace(kind=kind, start=start, end=end, **fields)
 
 

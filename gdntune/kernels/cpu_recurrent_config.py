@@ -18,7 +18,7 @@ class Knobs:
     tile_v: int = knob("tv", "rows of V a task owns")
     ilp: int = knob("ilp", "rows in flight (k_last), or groups of vec rows (v_last)")
     vec: int = knob("vec", "fp32 lanes of a vector; 16 is one AVX-512 register")
-    ahead: bool = knob("ahead", "the next tile is fetched into the cache while this one is stored", default=True)
+    ahead: bool = knob("ahead", "the next tile is fetched into the cache meanwhile", default=False)
     around: bool = knob("around", "states after a token go around the cache to memory", default=False)
 
 
@@ -68,9 +68,15 @@ def _native(device: Device) -> int:
 
 
 def _legal(c: Contract, device: Device) -> list[Knobs]:
-    """Legal settings of the memory knobs' defaults, the simplest first: native vectors, small tiles, few rows in flight."""
+    """Legal settings that fetch ahead, the simplest first: native vectors, small tiles, few rows in flight."""
     widths = sorted(WIDTHS, key=lambda vec: (vec > _native(device), abs(vec - _native(device))))
-    return [s for vec in widths for tile_v in TILES for ilp in FLIGHTS if not refuse(c, s := Knobs(tile_v, ilp, vec))]
+    return [
+        s
+        for vec in widths
+        for tile_v in TILES
+        for ilp in FLIGHTS
+        if not refuse(c, s := Knobs(tile_v, ilp, vec, ahead=True))
+    ]
 
 
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
@@ -80,10 +86,10 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     # k_last: one row in flight leaves the latency of its sums bare (1.4 to 1.6 times the time, AMD EPYC); v_last has few
     # legal settings, all are tried
     found = [s for s in legal if c.layout == "v_last" or (s.ilp > 1 and s.vec in (native, other))]
-    plain = [s for s in found if s.vec == native and s.tile_v <= 32]
-    found += [dataclasses.replace(s, ahead=False) for s in plain]
+    few = [s for s in found if s.vec == native and s.tile_v <= 32]
+    found = [dataclasses.replace(s, ahead=False) for s in few] + found
     if c.intermediate != "none":
-        found = plain + [dataclasses.replace(s, around=True) for s in found]
+        found = few + [dataclasses.replace(s, around=True) for s in found]
     return tuple(found)
 
 

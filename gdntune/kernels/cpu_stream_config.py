@@ -18,7 +18,7 @@ class Knobs:
     block: int = knob("kb", "KiB of a slot that a task moves")
     ilp: int = knob("ilp", "accesses in flight")
     vec: int = knob("vec", "fp32 lanes of a vector; 16 is one AVX-512 register")
-    ahead: bool = knob("ahead", "the next block is fetched into the cache while this one is stored", default=True)
+    ahead: bool = knob("ahead", "the next block is fetched into the cache meanwhile", default=False)
     around: bool = knob("around", "states after a token go around the cache to memory", default=False)
 
 
@@ -53,7 +53,7 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A rule for where no table speaks."""
     vec = 16 if "avx512" in device.arch else 8 if "avx" in device.arch else 4
-    return Knobs(block=16, ilp=1, vec=vec, around=c.intermediate != "none")
+    return Knobs(block=16, ilp=1, vec=vec, ahead=True, around=c.intermediate != "none")
 
 
 KERNEL = Kernel(

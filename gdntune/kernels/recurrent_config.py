@@ -120,7 +120,7 @@ def _candidates(c: Contract) -> list[Knobs]:
         for early in (True, False)
         for threads in (128, 64, 256, 32)
         for vec in ((wide,) if k_last and c.K % 64 == 0 else (wide, wide // 2))
-        for lanes in (16, 8, 32, 4)
+        for lanes in ((16, 8, 32, 4) if k_last else (4, 8, 2, 16, 1))
         for ilp in ((1, 2, 4, 8) if k_last else (1,))
         for split in ((1,) if k_last else (1, 2, 4, 8))
         for tile_v in (8, 16, 32, 64, 128)
@@ -136,7 +136,7 @@ def _worth_trying(c: Contract, s: Knobs) -> bool:
     if c.layout == "v_last":
         if s.stage != ("smem" if compiled_tokens(c) > 1 else "reg") or s.lanes > 8 or s.threads < 64:
             return False
-        # whole sectors a row: 4 lanes and up of 16 bytes side by side
+        # From 4 threads of 16 bytes side by side; 8 and more won, with the row's K split over warps to keep registers few.
         return s.early and s.vec * ITEMSIZE[c.state_dtype] == 16 and elements <= (128 if s.split == 1 else 64)
     if elements > 64:
         return False

@@ -20,6 +20,7 @@ SUM_THAT_NEVER_IS = 123456789
 
 @triton.jit
 def gdntune_flush(p, sink, n, never, BLOCK: tl.constexpr):
+    """Reads n integers."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.sum(tl.load(p + offsets, mask=offsets < n, other=0), 0)
     if total == never:  # so that the loads are not optimised away
@@ -28,6 +29,7 @@ def gdntune_flush(p, sink, n, never, BLOCK: tl.constexpr):
 
 @pytest.fixture(scope="module")
 def device():
+    """The GPU at hand."""
     return arch.detect("cuda")
 
 
@@ -50,6 +52,7 @@ def copy_of(size):
 
 
 def median_us(timer, call, rounds=30):
+    """The median of a call's samples."""
     return summary(timer.measure([call], rounds)[0]).median_us
 
 
