@@ -4,6 +4,7 @@ A sweep killed at any moment leaves a journal that opens; only the record being 
 """
 
 import hashlib
+import lzma
 import os
 import socket
 from collections.abc import Iterable
@@ -254,13 +255,19 @@ class Journal:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Run, list[Record]]:
-    """Header and records of a journal, given its file or folder; takes no lock, and leaves out a torn last line."""
+    """Header and records of a journal, given its file or folder; takes no lock, and leaves out a torn last line.
+
+    A file that ends in .xz is read as what `xz` made of a journal: that is how published ones are kept.
+    """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
     try:
         data = path.read_bytes()
+        data = lzma.decompress(data) if path.suffix == ".xz" else data
+    except lzma.LZMAError as e:
+        raise JournalError(f"{path}: not a whole xz file ({e}); fetch it again, or pass the journal itself") from e
     except OSError as e:
-        raise JournalError(f"{path}: {_why(e)}; accepted is a sweep's folder or its {FILE}") from e
+        raise JournalError(f"{path}: {_why(e)}; accepted is a sweep's folder, its {FILE}, or that as .xz") from e
     return _parse(data[: data.rfind(b"\n") + 1], path)
 
 

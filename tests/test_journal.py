@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import lzma
 import os
 import random
 import resource
@@ -353,3 +354,15 @@ def test_killed_writers_lose_only_the_record_at_hand(tmp_path):
             assert len(j.records) >= acknowledged
             assert [r.seconds for r in j.records] == [float(i) for i in range(len(j.records))]
             assert j.path.read_bytes().endswith(b"}\n")
+
+
+def test_a_published_journal_is_read_as_xz(tmp_path):
+    """Published journals are kept compressed; a damaged one is refused with the file's name."""
+    written(tmp_path)
+    plain = tmp_path / journal.FILE
+    packed = tmp_path / "published.jsonl.xz"
+    packed.write_bytes(lzma.compress(plain.read_bytes()))
+    assert journal.read(packed) == journal.read(plain)
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(JournalError, match=r"published\.jsonl\.xz.*xz"):
+        journal.read(packed)

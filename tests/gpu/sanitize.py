@@ -1,0 +1,38 @@
+"""Launches every variant and mode of the GPU tests on a small problem, for compute-sanitizer to watch:
+
+    compute-sanitizer --tool memcheck --kernel-regex kns=gdntune --error-exitcode 9 python tests/gpu/sanitize.py
+    compute-sanitizer --tool racecheck --kernel-regex kns=gdntune --error-exitcode 9 python tests/gpu/sanitize.py
+"""
+
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from objects import DIFFERENTIAL_CONTRACTS, differential_variants
+from test_kernels_gpu import random_problem
+
+from gdntune.cases import make_case
+from gdntune.dispatch import runtime
+
+
+def main() -> None:
+    """Two launches a variant."""
+    pick = random.Random("sanitize")
+    pairs = [pair for op in DIFFERENTIAL_CONTRACTS for pair in differential_variants(op)]
+    launches = 0
+    for contract, variant in pairs:
+        function = runtime("cuda").functions(contract, [variant])[0]
+        for seed in range(2):
+            problem, options = random_problem(contract, pick)
+            function(*make_case(problem, "cuda", seed, **options).arguments())
+            launches += 1
+        torch.cuda.synchronize()
+    print(f"{launches} launches of {len(pairs)} variants")
+
+
+if __name__ == "__main__":
+    main()
