@@ -297,7 +297,7 @@ def test_closed_journal_takes_no_record(tmp_path):
 @pytest.mark.parametrize("name", ["missing", "journal.jsonl"])
 def test_no_journal(tmp_path, name):
     """A path without a journal says what is accepted."""
-    with pytest.raises(JournalError, match="accepted is a sweep's folder or its journal.jsonl"):
+    with pytest.raises(JournalError, match="accepted is a sweep's folder, its journal.jsonl"):
         journal.read(tmp_path / name)
 
 
@@ -358,7 +358,8 @@ def test_killed_writers_lose_only_the_record_at_hand(tmp_path):
 
 def test_a_published_journal_is_read_as_xz(tmp_path):
     """Published journals are kept compressed; a damaged one is refused with the file's name."""
-    written(tmp_path)
+    with written(tmp_path):
+        pass
     plain = tmp_path / journal.FILE
     packed = tmp_path / "published.jsonl.xz"
     packed.write_bytes(lzma.compress(plain.read_bytes()))
