@@ -1,0 +1,161 @@
+"""What a bench runs in its timing process: checks one entry of a peer at a cell, and times peers and our variants there together."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from gdntune import peers
+from gdntune.arch import Clocks, clocks, throttled
+from gdntune.cases import Case
+from gdntune.config import Search
+from gdntune.errors import CheckFailed, MeasurementError
+from gdntune.kernels.spec import Variant
+from gdntune.peers.compare import Expected
+from gdntune.problem import Problem
+from gdntune.session import Calls, Session, Start, current
+from gdntune.timing import summary
+
+# Quick rounds: to find the best floors, and to see what a round of everything takes.
+LOOK_ROUNDS = 3
+FLOORS_KEPT = 2
+LEAST_ROUNDS = 20
+REASON_LENGTH = 500
+
+Named = tuple[str, str]  # a peer and one of its entries
+
+
+class Probe(NamedTuple):
+    """One call of an entry on fresh states: whether it ran and agreed with the reference, and by how much."""
+
+    status: Literal["ok", "failed"]
+    reason: str
+    error: float | None
+    seconds: float
+
+
+class Found(NamedTuple):
+    """A cell's final samples in microseconds, in the order that was asked for; floors: the best of those that were tried."""
+
+    ours: list[list[float]]
+    floors: list[tuple[Variant, list[float]]]
+    peers: list[list[float]]
+    stop: str
+    seconds: float
+    before: Clocks
+    after: Clocks
+    throttled: bool
+
+
+def probe_task(start: Start, problem: Problem, named: Named) -> Probe:
+    """Calls an entry once at a cell's own sizes and compares a few requests with the reference.
+
+    An exception that leaves the device usable is the entry's failure; one that does not passes through, and ends this process.
+    """
+    session = current(start)
+    began = time.perf_counter()
+
+    def probe(status: Literal["ok", "failed"], reason: str = "", error: float | None = None) -> Probe:
+        return Probe(status, reason[:REASON_LENGTH], error, round(time.perf_counter() - began, 4))
+
+    try:
+        verdict = _checked(session, problem, named)
+    except Exception as e:  # noqa: BLE001  whatever a peer raises is its own failure
+        # raises again where the device is lost
+        session.synchronize()
+        return probe("failed", f"{type(e).__name__}: {' '.join(str(e).split())}")
+    finite = verdict.error if verdict.error < float("inf") else None
+    return probe("ok", "", finite) if verdict.ok else probe("failed", f"check failed: {verdict.worst}", finite)
+
+
+def _checked(session: Session, problem: Problem, named: Named) -> Any:
+    entry = peers.get(named[0]).entry(named[1])
+    calls = session.calls(problem, "decode", [])
+    case: Case = calls.case
+    expected = Expected(case, entry.tolerance)
+    bound = entry.bind(case)
+    case.output.fill_(float("nan"))
+    returned = bound.call()
+    session.synchronize()
+    verdict = expected.judge(case, bound, returned)
+    c = problem.contract
+    if c.mode == "frozen" and c.intermediate != "slots" and not bool(case.state.equal(calls.kept)):
+        raise CheckFailed("the state is frozen in this contract, and the call wrote to it")
+    return verdict
+
+
+def time_task(
+    start: Start, problem: Problem, ours: list[Variant], floors: list[Variant], entries: list[Named], search: Search
+) -> Found:
+    """Times our variants, the best floors and the entries of peers on shared tensors, interleaved in one measurement."""
+    session = current(start)
+    began, device = time.perf_counter(), session.index if session.device.kind == "cuda" else None
+    before = clocks(device)
+    session.load(problem.contract, [*ours, *floors])
+    calls = session.calls(problem, "decode", ours)
+    floor_calls = session.calls(problem, "floor", floors).calls if floors else []
+    kept = _fastest(session, floor_calls)
+    everything = [*calls.calls, *(floor_calls[i] for i in kept), *_peer_calls(session, calls, entries)]
+    rounds, stop = _rounds(session, everything, search, began)
+    calls.restore()
+    samples = session.timer.measure(everything, rounds)
+    session.synchronize()
+    if not calls.finite():
+        raise MeasurementError(f"{problem.key()}: the output is not finite after {rounds} rounds")
+    after = clocks(device)
+    n, m = len(ours), len(ours) + len(kept)
+    timed_floors = [(floors[i], samples[n + k]) for k, i in enumerate(kept)]
+    return Found(
+        samples[:n], timed_floors, samples[m:], stop, time.perf_counter() - began, before, after,
+        throttled(before) or throttled(after),
+    )  # fmt: skip
+
+
+def _fastest(session: Session, calls: Sequence[Callable[[int], Any]]) -> list[int]:
+    """The best floors by a quick look, which of them in the order given."""
+    if len(calls) <= FLOORS_KEPT:
+        return list(range(len(calls)))
+    looks = session.timer.measure(calls, LOOK_ROUNDS)
+    return sorted(range(len(calls)), key=lambda i: (summary(looks[i]).median_us, i))[:FLOORS_KEPT]
+
+
+def _peer_calls(session: Session, calls: Calls, entries: Sequence[Named]) -> list[Callable[[int], Any]]:
+    """The entries' calls on the cell's tensors; under `rotate` each round takes other slots, as ours do."""
+    found: list[Callable[[int], Any]] = []
+    turns = _turns(calls.case, session.timer.policy.l2 == "rotate") if entries else []
+    for peer, name in entries:
+        entry = peers.get(peer).entry(name)
+        bound = [entry.bind(case).call for case in turns]
+        found.append(lambda r, bound=bound: bound[r % len(bound)]())  # type: ignore[misc]
+    return found
+
+
+def _turns(case: Case, rotate: bool) -> list[Case]:
+    """The case, or under `rotate` one for each walk of its requests through the pool; index tensors are whole ones, thus aligned."""
+    import torch
+
+    if not rotate or case.read_index is None:
+        return [case]
+    B, slots = case.problem.B, case.state.shape[0]
+    order = torch.randperm(slots, device=case.state.device, dtype=torch.int32)
+    turns = []
+    for t in range(slots // B):
+        index = order[t * B : (t + 1) * B].clone()
+        write = None if case.write_index is None else index
+        turns.append(dataclasses.replace(case, read_index=index, write_index=write))
+    return turns
+
+
+def _rounds(
+    session: Session, everything: Sequence[Callable[[int], Any]], search: Search, began: float
+) -> tuple[int, str]:
+    """How many rounds fit into the cell's time, by what a round takes, launches of other libraries included, and the rule."""
+    session.timer.measure(everything, 1)
+    session.synchronize()
+    look = time.perf_counter()
+    session.timer.measure(everything, LOOK_ROUNDS, warmup=0)
+    one_round = (time.perf_counter() - look) / LOOK_ROUNDS
+    fit = int((search.max_cell_seconds - (time.perf_counter() - began)) / max(one_round, 1e-9))
+    if fit >= search.final_rounds:
+        return search.final_rounds, f"{search.final_rounds} rounds"
+    return max(min(search.final_rounds, LEAST_ROUNDS), fit), f"max_cell_seconds={search.max_cell_seconds:g}"

@@ -1,0 +1,78 @@
+"""Whether a peer's call computes what ours does: a few requests of the case at hand against the fp64 reference, by relative norms.
+
+Peers round where ours do not (softplus without its threshold, bf16 products), so the bounds are loose: 1e-2 for what is stored in 16
+bits, 2e-3 in fp32, or what an entry says of itself. A wrong gate, layout or slot is off by 0.1 and more.
+"""
+
+import torch
+from torch import Tensor
+
+from gdntune.cases import Case
+from gdntune.check import Verdict
+from gdntune.kernels.reference import trace
+from gdntune.peers.spec import Bound
+
+TOLERANCES = {"bf16": 1e-2, "fp16": 1e-2, "fp32": 2e-3}
+REQUESTS = 4
+
+
+def looked_at(B: int) -> list[int]:
+    """The requests that are compared: the first, the last and two between, each once."""
+    return sorted({B * i // (REQUESTS - 1) if i < REQUESTS - 1 else B - 1 for i in range(REQUESTS)})
+
+
+def _error(got: Tensor, want: Tensor) -> Tensor:
+    """The norm of the difference over the norm of what is wanted, a request; inf where anything is NaN."""
+    want = want.flatten(1)
+    error = (got.double().flatten(1) - want).norm(dim=1) / want.norm(dim=1)
+    return torch.where(error.isnan(), torch.inf, error)
+
+
+class Expected:
+    """What a call on a case must give, computed before the call. tolerance: the least that is accepted of every part."""
+
+    def __init__(self, case: Case, tolerance: float = 0.0):
+        c = self.contract = case.contract
+        self.requests = looked_at(case.problem.B)
+        self.index = torch.tensor(self.requests, dtype=torch.int64, device=case.q.device)
+        found = trace(c, **case.tensors(), requests=self.index)
+        n = len(self.requests)
+        self.output = found.output.unflatten(0, (n, -1))
+        # [n, T or 1, HV, V, K]: the last is the final state
+        self.states = found.states.unflatten(0, (n, -1))
+        self.tolerance = tolerance
+
+    def judge(self, case: Case, bound: Bound, returned: object) -> Verdict:
+        """The verdict on what the call returned and left in the case."""
+        c, p = self.contract, case.problem
+        rows = bound.output(returned).reshape(p.B, c.tokens, p.HV, c.V)
+        parts = [("output", _error(rows[self.index], self.output), TOLERANCES[c.input_dtype])]
+        if bound.state is not None:
+            places = self.index if bound.rows is None else bound.rows.long()[self.index]
+            got = self._k_last(bound.state(returned)[places])
+            parts.append(("state", _error(got, self.states[:, -1]), TOLERANCES[c.state_dtype]))
+        between = self._intermediate(case)
+        if between is not None:
+            parts.append(("intermediate", _error(self._k_last(between), self.states), TOLERANCES[c.state_dtype]))
+        verdicts = []
+        for name, errors, usual in parts:
+            accepted, worst = max(usual, self.tolerance), int(errors.argmax())
+            error = float(errors[worst])
+            said = f"{name} of request {self.requests[worst]} of {p.B}: relative error {error:.2g}, accepted is {accepted:g}"
+            verdicts.append(Verdict(error <= accepted, error, said, accepted))
+        return max(verdicts, key=lambda v: v.error / v.tolerance)
+
+    def _k_last(self, x: Tensor) -> Tensor:
+        return x if self.contract.layout == "k_last" else x.transpose(-1, -2)
+
+    def _intermediate(self, case: Case) -> Tensor | None:
+        """The states after each token [n, T, ...] as the call left them; None where the contract has none."""
+        c, tokens = self.contract, self.contract.tokens
+        if c.intermediate == "none":
+            return None
+        if c.intermediate == "slots":
+            assert case.slot_index is not None
+            return case.state[case.slot_index.long()[self.index, :tokens]]
+        assert case.intermediate is not None
+        rows = self.index if case.slot_index is None else case.slot_index.long()[self.index]
+        return case.intermediate[rows, :tokens]

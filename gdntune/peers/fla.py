@@ -1,0 +1,119 @@
+"""flash-linear-attention's recurrent kernels: any head sizes, both layouts. GDN returns a new fp32 state, KDA updates in place.
+
+Its V-first state is K-last in memory, its default is V-last.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from gdntune.cases import Case
+from gdntune.peers.spec import Bound, Entry, Peer, imported, own_states, slots_of, unless
+from gdntune.problem import Problem
+
+
+def _gate(case: Case) -> dict[str, Any]:
+    """The arguments of gate, beta and layout, which both functions share."""
+    c = case.contract
+    inside = c.has_parameters
+    return {
+        "use_gate_in_kernel": inside,
+        "A_log": case.A_log,
+        "dt_bias": case.dt_bias,
+        "use_beta_sigmoid_in_kernel": c.beta == "logit",
+        "use_qk_l2norm_in_kernel": bool(case.use_qk_l2norm),
+        "state_v_first": c.layout == "k_last",
+        "cu_seqlens": case.cu_seqlens,
+        "scale": case.scale,
+    }
+
+
+def _first(returned: Any) -> Tensor:
+    output: Tensor = returned[0]
+    return output
+
+
+def _second(returned: Any) -> Tensor:
+    state: Tensor = returned[1]
+    return state
+
+
+def _refuse_gdn(p: Problem) -> str | None:
+    return unless(p.contract, op=("gdn_decode",), state_dtype=("fp32",), intermediate=("none",), accepted=(False,))
+
+
+def _bind_gdn(case: Case) -> Bound:
+    function = imported("fla.ops.gated_delta_rule.fused_recurrent", "fused_recurrent_gated_delta_rule")
+    writes = case.contract.mode == "update"
+    arguments = {
+        "q": case.q,
+        "k": case.k,
+        "v": case.v,
+        "g": case.a,
+        "beta": case.b,
+        "initial_state": own_states(case),
+        "output_final_state": writes,
+        **_gate(case),
+    }
+    return Bound(lambda: function(**arguments), _first, _second if writes else None)
+
+
+def _refuse_kda(p: Problem) -> str | None:
+    c = p.contract
+    if fault := unless(c, op=("kda_decode",), intermediate=("none", "slots")):
+        return fault
+    if c.intermediate == "slots" and (c.mode == "update" or c.ragged):
+        return "with slots it writes each token's state and no other, on dense batches here"
+    return None
+
+
+def _bind_kda(case: Case) -> Bound:
+    # The function below fused_recurrent_kda: it alone updates in place, takes slots, and has no output to fill with zeros first.
+    function = imported("fla.ops.kda.fused_recurrent", "fused_recurrent_kda_fwd")
+    c = case.contract
+    arguments: dict[str, Any] = {
+        "q": case.q,
+        "k": case.k,
+        "v": case.v,
+        "g": case.a,
+        "beta": case.b,
+        "out": case.output,
+        "lower_bound": case.lower_bound if c.gate == "lower_bound" else None,
+        **_gate(case),
+    }
+    if case.slot_index is not None:
+        accepted = None if case.accepted is None else case.accepted.clamp(1, case.slot_index.shape[1])
+        slots = {"ssm_state_indices": case.slot_index, "num_accepted_tokens": accepted}
+        arguments |= {"initial_state": case.state, "inplace_final_state": True, **slots}
+        return Bound(lambda: function(**arguments), _first)
+    if c.mode == "frozen":
+        arguments |= {"initial_state": own_states(case), "inplace_final_state": False}
+        return Bound(lambda: function(**arguments), _first)
+    if c.pool and c.tokens == 1 and not c.ragged:
+        rows = slots_of(case)
+        arguments |= {"initial_state": case.state, "inplace_final_state": True, "ssm_state_indices": rows}
+        return Bound(lambda: function(**arguments), _first, _second, rows)
+    arguments |= {"initial_state": own_states(case), "inplace_final_state": True}
+    return Bound(lambda: function(**arguments), _first, _second)
+
+
+PEER = Peer(
+    name="fla",
+    packages=("fla", "triton"),
+    distributions=("fla-core", "flash-linear-attention"),
+    remedy="pip install flash-linear-attention",
+    entries=(
+        Entry(
+            name="fused_recurrent_gated_delta_rule",
+            refuse=_refuse_gdn,
+            bind=_bind_gdn,
+            form="on states without a pool, gathered before the timed call; the new state and the output are new tensors",
+        ),
+        Entry(
+            name="fused_recurrent_kda",
+            refuse=_refuse_kda,
+            bind=_bind_kda,
+            form="its in-place form; by slots at T=1 and where each token has a slot, else on states gathered before",
+        ),
+    ),
+)

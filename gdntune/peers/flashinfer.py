@@ -1,0 +1,266 @@
+"""FlashInfer's CuTe DSL kernels: GDN decode and verify in both state dtypes, its tensor-core verify, recurrent KDA.
+
+The functions take their own thresholds from B*HV; `backend` names these kernels, so that no other is tried first.
+"""
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from gdntune.cases import Case
+from gdntune.errors import UnsupportedProblem
+from gdntune.peers.spec import (
+    Bound,
+    Entry,
+    Peer,
+    beyond_reach,
+    imported,
+    intermediate_elements,
+    own_states,
+    packed,
+    slots_of,
+    starts,
+    unless,
+)
+from gdntune.problem import ITEMSIZE, Contract, Problem
+
+# Rows that the tensor-core verify works on, whatever T is.
+WY_TOKENS = 16
+# T that it reads and writes without staging.
+WY_NATIVE = (4, 8, WY_TOKENS)
+
+
+def _fault(c: Contract, *, op: str = "gdn_decode", layout: str = "k_last", **accepted: Any) -> str | None:
+    """What all its kernels want: bf16 inputs and gates, fp32 parameters, head sizes of 128, dense batches."""
+    gates = ("raw",) if op == "gdn_decode" else ("softplus", "lower_bound", "log")
+    beta = ("logit",) if op == "gdn_decode" else ("logit", "given")
+    return unless(
+        c,
+        op=(op,),
+        layout=(layout,),
+        K=(128,),
+        V=(128,),
+        input_dtype=("bf16",),
+        gate_dtype=("bf16",),
+        beta_dtype=("bf16",),
+        A_log_dtype=("fp32",),
+        dt_bias_dtype=("fp32",),
+        gate=gates,
+        beta=beta,
+        ragged=(False,),
+        **accepted,
+    )
+
+
+def _too_large(p: Problem) -> str | None:
+    c = p.contract
+    return beyond_reach(p.B * p.HV * c.K * c.V, "the pool") or beyond_reach(
+        intermediate_elements(p), "the buffer of intermediate states"
+    )
+
+
+def _gdn(case: Case) -> dict[str, Any]:
+    """The arguments that its GDN functions share."""
+    names = ("q", "k", "v", "A_log", "a", "dt_bias", "b", "scale")
+    return {**{name: getattr(case, name) for name in names}, "use_qk_l2norm": bool(case.use_qk_l2norm)}
+
+
+def _pool(case: Case) -> dict[str, Any]:
+    """The pool and its slots; states without a pool are one whose slots are 0..B-1."""
+    if fault := beyond_reach(case.state.numel(), "the pool"):
+        raise UnsupportedProblem(fault)
+    return {"initial_state": case.state, "initial_state_indices": slots_of(case)}
+
+
+def _first(returned: Any) -> Tensor:
+    output: Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return output
+
+
+def _in_place(case: Case, call: Any, rows: Tensor | None) -> Bound:
+    state = (lambda _: case.state) if case.contract.mode == "update" else None
+    return Bound(call, _first, state, rows)
+
+
+# -- gated_delta_rule_decode_pretranspose
+
+
+def _refuse_pretranspose(p: Problem) -> str | None:
+    c = p.contract
+    if fault := _fault(c, state_dtype=("bf16", "fp32"), intermediate=("none", "dense")):
+        return fault
+    if c.tokens == 1:
+        served = c.mode == "update" and c.intermediate == "none"
+        return None if served else "at T=1 it writes the final state and nothing else"
+    if c.state_dtype == "fp32":
+        return "at T>1 it hands fp32 states to gated_delta_rule_mtp"
+    if c.intermediate == "dense" and c.mode == "update":
+        return "with intermediate states it writes the final one below B*HV=128 alone"
+    return _too_large(p)
+
+
+def _bind_pretranspose(case: Case) -> Bound:
+    function = imported("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose")
+    c = case.contract
+    arguments = {**_gdn(case), "output": case.output, "state": None, "backend": "flashinfer"}
+    if c.pool or c.state_dtype == "bf16":
+        arguments |= _pool(case)
+    else:
+        arguments["state"] = case.state
+    if c.tokens > 1:
+        arguments |= {
+            "intermediate_states_buffer": case.intermediate,
+            "disable_state_update": c.mode == "frozen",
+        }
+    return _in_place(case, functools.partial(function, **arguments), arguments.get("initial_state_indices"))
+
+
+# -- gated_delta_rule_mtp
+
+
+def _refuse_mtp(p: Problem) -> str | None:
+    c = p.contract
+    fault = _fault(c, state_dtype=("fp32",), intermediate=("none", "dense"))
+    return fault or ("T=1, accepted is T>1" if c.tokens == 1 else _too_large(p))
+
+
+def _bind_mtp(case: Case) -> Bound:
+    function = imported("flashinfer.gdn_decode", "gated_delta_rule_mtp")
+    arguments = {
+        **_gdn(case),
+        **_pool(case),
+        "output": case.output,
+        "intermediate_states_buffer": case.intermediate,
+        # Its default is about to change from True to False.
+        "disable_state_update": case.contract.mode == "frozen",
+    }
+    return _in_place(case, functools.partial(function, **arguments), arguments["initial_state_indices"])
+
+
+# -- gated_delta_rule_decode
+
+
+def _refuse_v_last(p: Problem) -> str | None:
+    c = p.contract
+    one = {"tokens": (1,), "mode": ("update",), "intermediate": ("none",)}
+    return _fault(c, layout="v_last", state_dtype=("fp32",), **one) or _too_large(p)
+
+
+def _bind_v_last(case: Case) -> Bound:
+    function = imported("flashinfer.gdn_decode", "gated_delta_rule_decode")
+    states = own_states(case)
+    arguments = {**_gdn(case), "state": states, "output": case.output, "backend": "flashinfer"}
+    return Bound(functools.partial(function, **arguments), _first, lambda _: states)
+
+
+# -- gated_delta_rule_mtp_wy_output_only
+
+
+def _refuse_wy(p: Problem) -> str | None:
+    fault = _fault(p.contract, state_dtype=("bf16",), mode=("frozen",), intermediate=("none",))
+    return fault or _too_large(p)
+
+
+def _bind_wy(case: Case) -> Bound:
+    function = imported("flashinfer.gdn_kernels", "gated_delta_rule_mtp_wy_output_only")
+    if not case.use_qk_l2norm:
+        raise UnsupportedProblem("use_qk_l2norm=False: it always normalises")
+    names = ("A_log", "a", "dt_bias", "softplus_beta", "softplus_threshold", "q", "k", "v", "b", "scale")
+    arguments = {name: getattr(case, name) for name in names}
+    pool = _pool(case)
+    arguments |= {
+        "initial_state_source": pool["initial_state"],
+        "initial_state_indices": pool["initial_state_indices"],
+        "disable_state_update": True,
+        "use_qk_l2norm_in_kernel": True,
+        # Into an output of fewer rows than 16 it would copy its own.
+        "output": case.output if case.contract.tokens == WY_TOKENS else None,
+    }
+    return Bound(functools.partial(function, **arguments), _first)
+
+
+def _wy_extra_bytes(p: Problem) -> int:
+    """Where T is not native: the copies of the inputs into 16 rows, reading those, and writing outputs of 16 rows."""
+    c = p.contract
+    if c.tokens in WY_NATIVE:
+        return 0
+    row = p.B * (2 * p.H * c.K + p.HV * c.V + 2 * p.HV) * ITEMSIZE[c.input_dtype]
+    out = p.B * p.HV * c.V * ITEMSIZE[c.input_dtype]
+    return row * (c.tokens + WY_TOKENS) + out * (WY_TOKENS - c.tokens)
+
+
+# -- recurrent_kda
+
+
+def _refuse_kda(p: Problem) -> str | None:
+    c = p.contract
+    if fault := _fault(c, op="kda_decode", state_dtype=("bf16",), intermediate=("none", "slots")):
+        return fault
+    if p.H != p.HV and c.has_parameters:
+        return f"H={p.H}, HV={p.HV}: its A_log and dt_bias are by q/k head, so H=HV is accepted"
+    # T=1 writes the final state, T>1 each token's state to a slot of its own: nothing else.
+    served = ("update", "none") if c.tokens == 1 else ("frozen", "slots")
+    if (c.mode, c.intermediate) != served:
+        return f"mode={c.mode}, intermediate={c.intermediate} at T={c.tokens}, accepted is {' and '.join(served)}"
+    return _too_large(p)
+
+
+def _bind_kda(case: Case) -> Bound:
+    # The backend of both public functions of this name: packed rows of a decode cannot be taken for a prefill there.
+    function = imported("flashinfer.kda_kernels", "run_recurrent_kda")
+    c = case.contract
+    if fault := beyond_reach(case.state.numel(), "the pool"):
+        raise UnsupportedProblem(fault)
+    arguments: dict[str, Any] = {
+        "A_log": case.A_log,
+        "dt_bias": None if case.dt_bias is None else case.dt_bias.reshape(-1),
+        "scale": case.scale,
+        "initial_state": case.state,
+        "output_final_state": False,
+        "use_qk_l2norm_in_kernel": bool(case.use_qk_l2norm),
+        "use_gate_in_kernel": c.has_parameters,
+        "lower_bound": case.lower_bound if c.gate == "lower_bound" else None,
+        "beta_is_logit": c.beta == "logit",
+        "backend": "cute-dsl",
+    }
+    rows: dict[str, Tensor] = {"q": case.q, "k": case.k, "v": case.v, "g": case.a, "beta": case.b, "output": case.output}
+    slots: Tensor | None = None
+    if c.pool:
+        # Without cu_seqlens it would copy the slots' states out of the pool and back.
+        rows = {name: packed(case, x) for name, x in rows.items()}
+        slots = slots_of(case) if case.slot_index is None else case.slot_index
+        arguments |= {"cu_seqlens": starts(case), "ssm_state_indices": slots}
+    if case.slot_index is not None:
+        accepted = None if case.accepted is None else case.accepted.clamp(1, c.tokens)
+        arguments |= {"num_spec_tokens": c.tokens - 1, "num_accepted_tokens": accepted}
+        slots = None
+    return _in_place(case, functools.partial(function, **rows, **arguments), slots)
+
+
+PEER = Peer(
+    name="flashinfer",
+    packages=("flashinfer", "cutlass"),
+    distributions=("flashinfer-python",),
+    remedy="pip install flashinfer-python",
+    entries=(
+        Entry("gated_delta_rule_decode_pretranspose", _refuse_pretranspose, _bind_pretranspose, "on the pool by slots"),
+        Entry("gated_delta_rule_mtp", _refuse_mtp, _bind_mtp, "on the pool by slots, disable_state_update given"),
+        Entry(
+            "gated_delta_rule_decode",
+            _refuse_v_last,
+            _bind_v_last,
+            "on states without a pool, gathered before the timed call, updated in place",
+        ),
+        Entry(
+            "gated_delta_rule_mtp_wy_output_only",
+            _refuse_wy,
+            _bind_wy,
+            "on the pool by slots; inputs are staged in 16 rows within the call unless T is 4, 8 or 16",
+            _wy_extra_bytes,
+            # It rounds A_log, dt_bias and the matrices of its products to bf16.
+            tolerance=2e-2,
+        ),
+        Entry("recurrent_kda", _refuse_kda, _bind_kda, "on the pool by slots, packed rows with cu_seqlens"),
+    ),
+)
