@@ -158,6 +158,7 @@ class _Sweep:
         self.jobs, self.policy, self.progress, self.command = jobs or cpu_threads(), policy, progress, command
         self.plan = plan(config, device)
         self.notes: list[str] = []
+        self.built: dict[str, Built] = {}
         self.usable: dict[Contract, list[Variant]] = {}
         self.floors: dict[Contract, list[Variant]] = {}
 
@@ -169,7 +170,7 @@ class _Sweep:
             # a timer that this device cannot have is refused before anything is compiled; on CUDA the timing process finds out
             self.policy.resolve(self.device)
         # compiled before the journal is opened: the timing process needs the flush kernel to say what policy it can keep
-        built = self._compile()
+        self.built = built = self._compile()
         start = session.Start(
             self.device,
             self.index,
@@ -259,12 +260,13 @@ class _Sweep:
             self.usable[contract] = [v for v in usable if known.get((contract, v.id)) == "ok"]
 
     def _with_defaults(self, contract: Contract) -> list[Variant]:
-        """A contract's variants and the default rule's choices at its cells, each once."""
+        """A contract's variants and the default rule's choices at its cells, those that compiled, each once."""
         found = {v.id: v for v in self.usable[contract]}
         for problem in self.config.problems():
             if problem.contract == contract:
                 v = kernels.default(contract, problem.work_units, self.device)
-                found.setdefault(v.id, v)
+                if v.id not in found and self._sound(contract, v, self.built):
+                    found[v.id] = v
         return list(found.values())
 
     def _checked(self, child: Child, contract: Contract, variants: list[Variant]) -> list[Check]:

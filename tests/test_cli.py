@@ -100,7 +100,7 @@ def test_every_command_has_help(path):
 def test_commands():
     """The commands are those that the README and the design name, and each stands in the README."""
     names = {" ".join(path) for path, command in commands() if path and not getattr(command, "commands", None)}
-    assert names == {"sweep", "compile", "report", "explain", "doctor", "table show", "table validate"}
+    assert names == {"sweep", "bench", "compile", "report", "explain", "doctor", "table show", "table validate"}
     readme = (ROOT / "README.md").read_text()
     assert [name for name in names if f"gdntune {name}" not in readme] == []
 
@@ -360,7 +360,7 @@ def test_sweep_end_to_end(tmp_path):
     # Only the system's compiler is on PATH: a system's ninja must not hide that the environment's own is not found.
     tools = tmp_path / "bin"
     tools.mkdir()
-    for name in ("g++", "gcc", "as", "ld", "cc1plus", "collect2"):
+    for name in ("g++", "gcc", "as", "ld", "cc1plus", "collect2", "cp"):
         if found := shutil.which(name):
             (tools / name).symlink_to(found)
     out = tmp_path / "out"
