@@ -1,6 +1,7 @@
 """Knobs of `recurrent`: which settings are legal, which are worth trying, and the default rule."""
 
 import dataclasses
+import math
 from typing import Any
 
 from gdntune.arch import Device
@@ -155,21 +156,36 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
 
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
-    """A rule for where no table speaks: small tiles until the blocks fill the device twice, then larger ones."""
+    """A rule for where no table speaks, by value heads in flight for each SM."""
     tried = space(c, device)
     legal = [s for s in tried if s.early and s.threads == 128] or [s for s in tried if s.early] or list(tried)
     if not legal:
         legal = [s for s in _candidates(c) if not refuse(c, s)]
     if not legal:
         raise UnsupportedProblem(f"no setting of recurrent serves {c.key()}: {refuse(c, Knobs(32, 1, 8, 16, 128))}")
-    wanted = 8
-    while wanted < 32 and work_units * c.V // (2 * wanted) >= 4 * device.sm_count:
-        wanted *= 2
-    stage = "smem" if compiled_tokens(c) > 1 else "reg"
+    # H100, HV=64: small tiles while the heads are fewer than the SMs; with many tokens and heads the whole head, so that q and k are staged once
+    loop = compiled_tokens(c) > 1
+    heads = work_units / device.sm_count
+    if c.layout == "v_last":
+        wanted = 64
+    elif not loop:
+        wanted = 16 if heads < 0.4 else 32
+    else:
+        largest = 128 if ITEMSIZE[c.state_dtype] == 2 else 64
+        wanted = next((tile for tile, below in ((16, 0.4), (32, 0.8), (64, 1.7)) if heads < below), largest)
+    elements = 64 if (loop and wanted > 32) or c.layout == "v_last" else 32
+    lanes = 4 if c.layout == "v_last" else 16 if wanted == 16 else 8
 
     def distance(s: Knobs) -> tuple[Any, ...]:
-        elements = held_elements(c, s)
-        return (s.stage != stage, abs(s.tile_v - wanted), -s.vec, abs(elements - 32), s.lanes)
+        tile, share = abs(math.log2(s.tile_v / wanted)), abs(math.log2(s.lanes / lanes))
+        return (
+            s.stage != ("smem" if loop else "reg"),
+            tile,
+            -s.vec,
+            share,
+            abs(held_elements(c, s) - elements),
+            s.split,
+        )
 
     return min(legal, key=distance)
 
