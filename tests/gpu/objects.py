@@ -13,6 +13,7 @@ from test_ops import CONTRACTS
 
 from gdntune import arch, kernels
 from gdntune.build import compile_objects
+from gdntune.dispatch import Runtime
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, contract_fault
 from gdntune.store import Store, object_spec, write_bundle
@@ -62,16 +63,16 @@ def differential_variants(op: str) -> list[tuple[Contract, Variant]]:
     return found
 
 
-def defaults(contract: Contract, device: arch.Device) -> list[Variant]:
-    """Every variant that the default rule can choose for a contract."""
-    return list({v.id: v for v in (kernels.default(contract, 1 << e, device) for e in range(20))}.values())
+def choices(contract: Contract, device: arch.Device) -> list[Variant]:
+    """Every variant that the runtime can choose for a contract on a device, by its table or the default rule."""
+    return list({c.variant.id: c.variant for c in Runtime(device).choices(contract)}.values())
 
 
 def main(folder: Path, target: str = "sm_90a") -> None:
     """Compiles and bundles them."""
     device = arch.target(target)
     wanted = [*CONTRACTS.values(), Contract(), Contract(tokens=4), Contract(tokens=8, intermediate="dense")]
-    pairs = [(c, v) for c in wanted for v in defaults(c, device)]
+    pairs = [(c, v) for c in wanted for v in choices(c, device)]
     for op in DIFFERENTIAL_CONTRACTS:
         pairs += differential_variants(op)
     objects = [(object_spec(kernels.get(v.kernel), c, v, device), kernels.get(v.kernel).compiler) for c, v in pairs]

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from objects import defaults, differential_variants
+from objects import differential_variants
 
 from gdntune import kernels
 from gdntune.arch import detect
@@ -83,8 +83,7 @@ def test_large_offsets():
     """Fault: bf16, intermediate states, B*T*HV >= 131072 (B=512, T=8, HV=64) was an illegal memory access: 32-bit offsets."""
     contract = Contract(tokens=8, intermediate="dense", mode="update")
     problem = Problem(contract, 512, 16, 64)
-    variant = defaults(contract, detect("cuda"))[-1]
-    function = runtime("cuda").functions(contract, [variant])[0]
+    function = runtime("cuda").bind(contract).at(problem.work_units)
     before = make_case(problem, "cuda", seed=1)
     after = before.clone()
     function(*after.arguments())
