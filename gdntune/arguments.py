@@ -39,6 +39,7 @@ def expected_shapes(contract: Contract, arguments: dict[str, Any]) -> Iterator[t
     HV = arguments["v"].shape[2]
     B = arguments["cu_seqlens"].shape[0] - 1 if c.ragged else N
     tile = (c.V, c.K) if c.layout == "k_last" else (c.K, c.V)
+    yield "q", (N, T, H, c.K)
     yield "k", (N, T, H, c.K)
     yield "v", (N, T, HV, c.V)
     yield "state", ("slots", HV, *tile)
@@ -59,6 +60,8 @@ def expected_shapes(contract: Contract, arguments: dict[str, Any]) -> Iterator[t
         yield "accepted", (B,)
     if c.intermediate in ("dense", "indexed"):
         yield "intermediate", ("rows", "steps", HV, *tile)
+    if c.ragged:
+        yield "cu_seqlens", ("B+1",)
     yield "output", (N, T, HV, c.V)
 
 
@@ -138,6 +141,49 @@ def check_values(contract: Contract, values: tuple[Any, ...]) -> None:
         raise UnsupportedProblem(f"{fault} (found by GDNTUNE_CHECK=1)")
 
 
+def check_width(**indices: Any) -> None:
+    """Refuses int64 values beyond 32 bits, of which a kernel would see the low half: slot 2^32 + 1 as slot 1."""
+    for name, x in indices.items():
+        if x is not None and x.numel() and x.element_size() == 8:
+            low, high = int(x.min()), int(x.max())
+            if low < -(2**31) or high >= 2**31:
+                raise UnsupportedProblem(
+                    f"{name} has values from {low} to {high}: accepted are those of int32 (found by GDNTUNE_CHECK=1)"
+                )
+
+
+def _slot_conflicts(
+    c: Contract, arguments: dict[str, Any], read: list[int], write: list[int], columns: list[list[int]]
+) -> Iterator[str]:
+    """Slots that two requests write, or that one writes and another starts from: which comes first is chance."""
+    null, slots = arguments["null_index"], arguments["state"].shape[0]
+    accepted = arguments["accepted"].tolist() if arguments["accepted"] is not None else []
+
+    def names_slot(i: int) -> bool:
+        return 0 <= i < slots and i != null
+
+    start = list(read)
+    for n, row in enumerate(columns):
+        start.append(row[min(max(accepted[n], 1), len(row)) - 1 if accepted else 0] if row else -1)
+    writes = [(n, f"{public_name('write_index', c)}[{n}]", i) for n, i in enumerate(write)]
+    bounds = arguments["cu_seqlens"].tolist() if c.ragged else []
+    for n, row in enumerate(columns):
+        tokens = max(bounds[n + 1] - bounds[n], 0) if c.ragged else arguments["q"].shape[1]
+        writes += [(n, f"ssm_state_indices[{n}, {t}]", i) for t, i in enumerate(row[:tokens])]
+    live = [(n, name, i) for n, name, i in writes if names_slot(start[n]) and names_slot(i)]
+    seen: dict[int, tuple[int, str]] = {}
+    for n, name, i in live:
+        if i in seen and seen[i][0] != n:
+            yield f"{name} is {i}, as is {seen[i][1]}: two requests would write one slot; accepted are distinct slots"
+        seen.setdefault(i, (n, name))
+    for m, i in enumerate(start):
+        if names_slot(i) and i in seen and seen[i][0] != m:
+            yield (
+                f"{seen[i][1]} is {i}, the slot that request {m} starts from: it may be read before or after it is written; "
+                "accepted are slots that no other request reads"
+            )
+
+
 def _value_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
     slots, null = arguments["state"].shape[0], arguments["null_index"]
 
@@ -152,18 +198,10 @@ def _value_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
     read, write = lists("read_index"), lists("write_index")
     yield from out_of_range("read_index", read, slots, "initial_state's slots")
     yield from out_of_range("write_index", write, slots, "initial_state's slots")
-    seen: dict[int, int] = {}
-    for at, i in enumerate(write):
-        live = not read or (read[at] >= 0 and read[at] != null)
-        if i < 0 or i == null or not live:
-            continue
-        if i in seen:
-            name = public_name("write_index", c)
-            yield f"{name}[{at}] is {i}, as is [{seen[i]}]: two requests would write one slot; accepted are distinct slots"
-        seen[i] = at
-    if c.intermediate == "slots":
-        for n, row in enumerate(lists("slot_index")):
-            yield from out_of_range("slot_index", row, slots, f"initial_state's slots, row {n}")
+    columns = lists("slot_index") if c.intermediate == "slots" else []
+    for n, row in enumerate(columns):
+        yield from out_of_range("slot_index", row, slots, f"initial_state's slots, row {n}")
+    yield from _slot_conflicts(c, arguments, read, write, columns)
     if c.intermediate == "indexed":
         rows = lists("slot_index")
         yield from out_of_range(

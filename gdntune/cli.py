@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from gdntune.arch import Device
     from gdntune.config import Config
+    from gdntune.report import Report
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,6 +43,14 @@ Index = Annotated[int, typer.Option(min=0, help="Which CUDA device, by torch's n
 DeviceKind = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
     typer.Option(help="Instead of the config's device; auto is CUDA where it is."),
+]
+Timer = Annotated[Literal["auto", "cupti", "events", "cpu"] | None, typer.Option(help="Instead of the config's timer.")]
+L2 = Annotated[
+    Literal["cold-clean", "cold-dirty", "rotate", "warm"] | None,
+    typer.Option(help="Instead of the config's L2 policy."),
+]
+Bundles = Annotated[
+    list[Path] | None, typer.Option(help="Folder of compiled objects, from `gdntune compile`; may be repeated.")
 ]
 
 
@@ -87,16 +96,9 @@ def sweep(
     device: DeviceKind = None,
     index: Index = 0,
     jobs: Jobs = None,
-    timer: Annotated[
-        Literal["auto", "cupti", "events", "cpu"] | None, typer.Option(help="Instead of the config's timer.")
-    ] = None,
-    l2: Annotated[
-        Literal["cold-clean", "cold-dirty", "rotate", "warm"] | None,
-        typer.Option(help="Instead of the config's L2 policy."),
-    ] = None,
-    bundle: Annotated[
-        list[Path] | None, typer.Option(help="Folder of compiled objects, from `gdntune compile`; may be repeated.")
-    ] = None,
+    timer: Timer = None,
+    l2: L2 = None,
+    bundle: Bundles = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile, check and time every variant of a config; write journal, table and report to a folder.
@@ -107,8 +109,7 @@ def sweep(
 
     from gdntune import arch, search
     from gdntune.progress import progress
-    from gdntune.report import report
-    from gdntune.store import Store, atomic_write
+    from gdntune.store import Store
 
     wanted = _config(config)
     found = arch.detect(device or wanted.device, index)
@@ -125,10 +126,7 @@ def sweep(
         progress=progress(),
         command=shlex.join(["gdntune", *sys.argv[1:]]),
     )
-    made = report([folder])
-    atomic_write(folder / "report.md", made.markdown().encode())
-    atomic_write(folder / "report.csv", made.csv().encode())
-    files = [name for name in ("journal.jsonl", "table.json", "report.md", "report.csv") if (folder / name).exists()]
+    made, files = _written(folder)
     if as_json:
         chosen = made.frame[made.frame["chosen"]]
         _json(
@@ -145,12 +143,103 @@ def sweep(
             }
         )
     else:
-        made.terminal(_console())
-        for note in outcome.notes:
-            typer.echo(note)
-        typer.echo(f"\n{folder}: {', '.join(files)}")
+        _told(made, outcome.notes, folder, files)
     if outcome.table is None:
         raise typer.Exit(FINDINGS)
+
+
+@app.command()
+@refusing
+def bench(
+    config: ConfigFile,
+    peers: Annotated[
+        str, typer.Option(help="Other libraries, separated by commas; package.module: one of your own with a PEER.")
+    ] = "flashinfer,fla,sglang",
+    table: Annotated[
+        Path | None, typer.Option(help="Time this table's choices instead of those of the table in use.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Samples of each, instead of the config's search.final_rounds.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for journal, table and report; default results/NAME-bench.")
+    ] = None,
+    device: DeviceKind = None,
+    index: Index = 0,
+    jobs: Jobs = None,
+    timer: Timer = None,
+    l2: L2 = None,
+    bundle: Bundles = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time other libraries' kernels beside the tuned choice, the default and the floor; write journal and report to a folder.
+
+    A peer that is not installed, serves no such problem, fails its check or crashes is a row that says so. A bench that was stopped
+    goes on where it ended. The exit code is 0 where all cells of ours were timed, else 1.
+    """
+    import msgspec
+
+    from gdntune import arch, bench
+    from gdntune.progress import progress
+    from gdntune.store import Store
+
+    wanted = _config(config)
+    found = arch.detect(device or wanted.device, index)
+    folder = out or Path("results") / f"{wanted.name}-bench"
+    changes = {name: value for name, value in (("timer", timer), ("l2", l2)) if value is not None}
+    outcome = bench.bench(
+        wanted,
+        folder,
+        peer_names=[name for part in peers.split(",") if (name := part.strip())],
+        device=found,
+        index=index,
+        store=Store(bundles=bundle or ()),
+        table=table,
+        rounds=rounds,
+        jobs=jobs,
+        policy=msgspec.structs.replace(wanted.policy, **changes),
+        progress=progress(),
+        command=shlex.join(["gdntune", *sys.argv[1:]]),
+    )
+    made, files = _written(folder)
+    cells = len(wanted.problems())
+    if as_json:
+        _json(
+            {
+                "config": wanted.name,
+                "device": found,
+                "folder": str(folder),
+                "files": files,
+                "cells": cells,
+                "timed": outcome.timed,
+                "peers": made.peers(),
+                "notes": outcome.notes,
+            }
+        )
+    else:
+        _told(made, outcome.notes, folder, files)
+    if outcome.timed < cells:
+        raise typer.Exit(FINDINGS)
+
+
+def _written(folder: Path) -> tuple["Report", list[str]]:
+    """The report of a folder, after it was written there, and the names of all that is there."""
+    from gdntune.report import report
+    from gdntune.store import atomic_write
+
+    made = report([folder])
+    atomic_write(folder / "report.md", made.markdown().encode())
+    atomic_write(folder / "report.csv", made.csv().encode())
+    names = ("journal.jsonl", "table.json", "report.md", "report.csv")
+    return made, [name for name in names if (folder / name).exists()]
+
+
+def _told(made: "Report", notes: list[str], folder: Path, files: list[str]) -> None:
+    """Prints a report, what else a user should know, and where it is."""
+    made.terminal(_console())
+    for note in notes:
+        typer.echo(note)
+    typer.echo(f"\n{folder}: {', '.join(files)}")
 
 
 @app.command("compile")
@@ -225,26 +314,49 @@ def report_(
         list[Path], typer.Argument(metavar="RUN...", help="Folders that `gdntune sweep` wrote, or journals.")
     ],
     form: Annotated[
-        Literal["md", "csv", "terminal"] | None,
+        Literal["md", "csv", "html", "terminal"] | None,
         typer.Option("--format", help="By default what --out's name ends in, else terminal."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write to this file instead of the terminal; html goes beside the first RUN."),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="Others' figures to stand beside ours: published:flashinfer-pr-3127; may be repeated."),
+    ] = None,
 ) -> None:
-    """Show what sweeps found: times, share of the DRAM's peak, time over the floor, which variant was chosen."""
+    """Show what sweeps found: times, share of the DRAM's peak, time over the floor, which variant was chosen.
+
+    html is one file with pictures and samples, which opens without a network. It needs matplotlib: pip install 'gdntune[report]'.
+    """
+    from gdntune.published import published
     from gdntune.report import report
     from gdntune.store import atomic_write
 
-    made = report(runs)
-    suffix = {".md": "md", ".csv": "csv"}.get(out.suffix if out else "", "terminal")
+    suffix = {".md": "md", ".csv": "csv", ".html": "html"}.get(out.suffix if out else "", "terminal")
     form = form or suffix  # type: ignore[assignment]
+    if form == "csv" and against:
+        raise UnsupportedProblem(
+            "--against with csv: accepted are md, html and the terminal; a CSV holds our measurements"
+        )
+    made = report(runs, [published(name) for name in dict.fromkeys(against or ())])
     if form == "terminal":
         if out is None:
             made.terminal(_console(), details=True)
             return
         raise UnsupportedProblem(
-            f"--out {out} as terminal: accepted are files of md and csv; name one, or give --format"
+            f"--out {out} as terminal: accepted are files of md, csv and html; name one, or give --format"
         )
-    text = made.markdown() if form == "md" else made.csv()
+    if form == "html" and out is None:
+        # A page is of no use in a terminal.
+        out = (
+            runs[0] / "report.html"
+            if runs[0].is_dir()
+            else runs[0].parent / f"{runs[0].name.partition('.jsonl')[0]}.html"
+        )
+        typer.echo(f"{out}")
+    text = made.markdown() if form == "md" else made.csv() if form == "csv" else made.html()
     if out is None:
         typer.echo(text, nl=False)
     else:
@@ -301,6 +413,173 @@ def table_validate(
             typer.echo(r["fault"] or f"{r['path']}: valid{note}")
     if any(r["fault"] for r in results):
         raise typer.Exit(FINDINGS)
+
+
+@app.command()
+@refusing
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A sweep's folder, or its journal (.jsonl or .jsonl.xz).")],
+    regret: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="How much slower than a cell's best a choice may be; as the sweep's config."),
+    ] = 0.01,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--without-variants", help="A pattern such as '*.tv8.*'; what fits counts as never timed. May be repeated."
+        ),
+    ] = None,
+    keep_default: Annotated[
+        bool,
+        typer.Option(
+            "--keep-default", help="Of equally small tables, that which leaves the default rule's choices at ties."
+        ),
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the table to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Derive the table anew from a journal, without a device; with the sweep's settings it is the sweep's table, byte for byte."""
+    from gdntune import judge, table
+
+    found = judge.replay(run, regret=regret, without=without or (), keep_default=keep_default)
+    if out is not None:
+        table.save(found.table, out)
+    if as_json:
+        _json(found.table)
+        return
+    typer.echo(judge.replay_words(found))
+    for note in found.notes:
+        typer.echo(note)
+    if out is not None:
+        typer.echo(f"table: {out}")
+
+
+@app.command("judge")
+@refusing
+def judge_(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="[TABLE] JOURNAL", help="A table and a journal; the journal alone with --hold-out or --share."
+        ),
+    ],
+    hold_out: Annotated[
+        Literal["every-second"] | None,
+        typer.Option(help="Derive from every second work unit, judge on those between; then the other way round."),
+    ] = None,
+    share: Annotated[
+        float | None,
+        typer.Option(help="Derive from this share of the samples, by successive halving; judge on samples kept apart."),
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option(min=0, help="The largest regret that is accepted, such as 0.03; 32 ns always are.")
+    ] = None,
+    mean_limit: Annotated[float | None, typer.Option(min=0, help="The largest mean regret that is accepted.")] = None,
+    details: Annotated[bool, typer.Option("--cells", help="Print every cell.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Judge a table by another journal's samples: its regret and the default rule's, a cell and in all. Needs no device.
+
+    The exit code is 1 where a limit is given and the regret is above it, or a cell could not be judged.
+    """
+    from gdntune import journal, judge, table
+    from gdntune.render.terminal import print_document
+
+    alone = hold_out is not None or share is not None
+    if hold_out is not None and share is not None:
+        raise UnsupportedProblem("--hold-out with --share: give one or the other")
+    if len(paths) != (1 if alone else 2):
+        raise UnsupportedProblem(
+            f"{len(paths)} files: accepted are TABLE JOURNAL, or JOURNAL alone with --hold-out every-second or --share 0.25"
+        )
+    run, records = journal.read(paths[-1])
+    if share is not None:
+        cost = judge.cost(records, run, share)
+        found, document = cost.table, judge.cost_document(cost, str(paths[-1]))
+        whole: Any = cost
+    else:
+        if hold_out:
+            found = judge.hold_out_every_second(records, run)
+        else:
+            found = judge.judge(table.load(paths[0]), records, run, about=str(paths[0]))
+        document = judge.judgement_document(found, str(paths[-1]))
+        whole = found
+    if as_json:
+        _json(whole)
+    else:
+        print_document(document, _console(), details=details)
+    above = found.above(limit) if limit is not None else []
+    too_much = mean_limit is not None and (found.table.regret_mean is None or found.table.regret_mean > mean_limit)
+    if above:
+        typer.echo(f"{len(above)} cells are above the limit of {limit:.2%}, or not judged", err=True)
+    if too_much:
+        typer.echo(f"the mean regret is above the limit of {mean_limit:.2%}", err=True)
+    if above or too_much:
+        raise typer.Exit(FINDINGS)
+
+
+@app.command("compare")
+@refusing
+def compare_(
+    a: Annotated[Path, typer.Argument(metavar="A", help="The journal, or folder, to compare with.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The journal, or folder, that is judged.")],
+    variant: Annotated[
+        str, typer.Option(help="A variant's id; chosen: at each cell what the journals' tables name.")
+    ] = "chosen",
+    details: Annotated[
+        bool, typer.Option("--cells", help="Print every cell, not only those that are not SAME.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say of each cell of two journals whether B is FASTER, SLOWER, the SAME or UNCLEAR; the exit code is 1 where one is SLOWER."""
+    from gdntune import compare
+    from gdntune.render.terminal import print_document
+
+    found = compare.compare(a, b, variant)
+    if as_json:
+        _json(found)
+    else:
+        print_document(compare.comparison_document(found, f"{a}, {b}"), _console(), details=details)
+    if found.counts["SLOWER"]:
+        raise typer.Exit(FINDINGS)
+
+
+@tables.command("diff")
+@refusing
+def table_diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A table.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show the work units at which two tables choose otherwise; the exit code is 1 where there are any."""
+    from gdntune import merge, table
+    from gdntune.render.terminal import print_document
+
+    found = merge.diff(table.load(a), table.load(b))
+    if as_json:
+        _json(found)
+    else:
+        print_document(merge.diff_document(found, f"{a}, {b}"), _console())
+    if found.choices:
+        raise typer.Exit(FINDINGS)
+
+
+@tables.command("merge")
+@refusing
+def table_merge(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A table.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another, of the same device, policy and kernels.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the merged table goes.")],
+    prefer: Annotated[
+        Literal["first", "second"] | None, typer.Option(help="Whose rule counts where the two choose otherwise.")
+    ] = None,
+) -> None:
+    """Make one table of two: all rules of both; where they choose otherwise it is refused, unless --prefer says whose counts."""
+    from gdntune import merge, table
+
+    made = merge.merge(table.load(a), table.load(b), prefer)
+    table.save(made, out)
+    typer.echo(f"{out}: {len(made.rules)} rules, {len(made.variants)} variants")
 
 
 @app.command()

@@ -1,9 +1,10 @@
 """From journals to a table: which variant for which work units. A pure function of the records, in any order of the cells."""
 
 import math
+import statistics
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from gdntune import sol
 from gdntune.errors import JournalError, MeasurementError
@@ -11,10 +12,13 @@ from gdntune.journal import Build, Cell, Check, Record, Run, Trial, digest
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.table import Evidence, Interval, Origin, Rule, Table, TableVariant
-from gdntune.timing import CUPTI_STEP_US, TIE_SHARE, Stats, summary
+from gdntune.timing import CUPTI_STEP_US, TIE_SHARE, Stats, summary, tie
 
 # States kept a cell in the search for the fewest variants. Real sweeps need tens; of more, only the best are followed.
 _BEAM = 1000
+
+# The id of the variant that the default rule names for a contract at some work units.
+DefaultRule = Callable[[Contract, int], str]
 
 
 def derive(
@@ -23,6 +27,8 @@ def derive(
     *,
     regret: float = TIE_SHARE,
     held_out: Collection[Problem] = (),
+    default: DefaultRule | None = None,
+    admits: Callable[[str], bool] | None = None,
 ) -> Table:
     """The table of a sweep's records.
 
@@ -31,16 +37,16 @@ def derive(
     Of all such choices the one with the fewest intervals is taken, then the fewest variants, then the least regret, then the
     simplest variants (those that the cells' trials name first). Between two cells that differ the boundary is their geometric mean.
     Cells of `held_out` have no part in that; what the table loses there is in its evidence.
+
+    default: the default rule, whose variant is replaced only beyond a tie: of choices with equally few intervals and variants the
+    one is taken that leaves it at the fewest of the cells where its mean ties with the best. It comes after the intervals, since the
+    rule has steps of its own, and a table that followed each of its ties would be cut at all of them.
+    admits: by a variant's id; the others count as never timed, also where a cell's best is sought.
     Raises JournalError where no cell has such a variant, MeasurementError for a time that cannot be true.
     """
-    found = passes(records)
-    checked = _checked(records)
-    by_contract: dict[Contract, list[_Timed]] = {}
-    judged: list[_Timed] = []
-    for problem, trials in found.items():
-        timed = _timed(problem, trials, checked.get(problem.contract, frozenset()))
-        if timed.finals:
-            (judged if problem in held_out else by_contract.setdefault(problem.contract, [])).append(timed)
+    timed = timed_cells(records, admits)
+    judged = [c for c in timed if c.problem in held_out]
+    by_contract = by_work_units(c for c in timed if c.problem not in held_out)
     if not by_contract:
         raise JournalError(
             f"no cell has a checked variant with final samples: {_failures_in_words(records)}; see their reasons in the journal"
@@ -49,9 +55,9 @@ def derive(
     rules: list[Rule] = []
     variants: dict[str, Variant] = {}
     for contract, cells in sorted(by_contract.items()):
-        cells = _one_a_work_unit(cells)
         rank = _ranks(cells)
-        choice = choose([_acceptable(cell, regret) for cell in cells], rank)
+        kept = [default and _kept_default(cell, default(contract, cell.work_units)) for cell in cells]
+        choice = choose([_acceptable(cell, regret) for cell in cells], rank, kept)
         rules.append(Rule(contract, _intervals(cells, choice, run)))
         variants |= {name: cell.finals[name].variant for cell, name in zip(cells, choice, strict=True)}
 
@@ -81,11 +87,11 @@ def derive(
     )
 
 
-def choose(cells: Sequence[Mapping[str, float]], rank: Mapping[str, int]) -> list[str]:
+def choose(cells: Sequence[Mapping[str, float]], rank: Mapping[str, int], kept: Sequence[str | None] = ()) -> list[str]:
     """A variant for each cell, given the regret of those that are acceptable there, by the order that `derive` states.
 
-    rank: distinct numbers, the simplest variant's the least. The number of intervals is always the least; the rest is exact
-    unless a cell leaves more than _BEAM states open.
+    rank: distinct numbers, the simplest variant's the least. kept: for each cell the variant that a tie should not replace.
+    The number of intervals is always the least; the rest is exact unless a cell leaves more than _BEAM states open.
     """
     names = {number: name for name, number in rank.items()}
     # What a variant chosen now may still save is only known by whether a later cell accepts it: the others are forgotten.
@@ -93,8 +99,9 @@ def choose(cells: Sequence[Mapping[str, float]], rank: Mapping[str, int]) -> lis
     for i in range(len(cells) - 1, 0, -1):
         later[i - 1] = later[i] | frozenset(cells[i])
     # (variant here, variants used that may return) -> (intervals, variants, regret, ranks): each addend hangs on the key alone.
-    states: dict[tuple[str, frozenset[str]], _Cost] = {("", frozenset()): _Cost(0, 0, 0, ())}
+    states: dict[tuple[str, frozenset[str]], _Cost] = {("", frozenset()): _Cost(0, 0, 0, 0, ())}
     for i, cell in enumerate(cells):
+        here_kept = kept[i] if kept and kept[i] in cell else None
         following: dict[tuple[str, frozenset[str]], _Cost] = {}
         for (here, used), cost in states.items():
             for name, loss in cell.items():
@@ -102,6 +109,7 @@ def choose(cells: Sequence[Mapping[str, float]], rank: Mapping[str, int]) -> lis
                 new = _Cost(
                     cost.intervals + (name != here),
                     cost.variants + (name != here and name not in used),
+                    cost.replaced + (here_kept is not None and name != here_kept),
                     cost.regret + round(loss * 1e9),  # whole numbers, so that equal sums are equal
                     (*cost.ranks, rank[name]),
                 )
@@ -121,20 +129,29 @@ def choose(cells: Sequence[Mapping[str, float]], rank: Mapping[str, int]) -> lis
 class _Cost(NamedTuple):
     intervals: int
     variants: int
+    replaced: int
     regret: int
     ranks: tuple[int, ...]
 
 
-class _Final(NamedTuple):
+class Final(NamedTuple):
+    """A variant's final samples at a cell, in microseconds, and what they say."""
+
     variant: Variant
     stats: Stats
+    samples: Sequence[float]
 
 
-class _Timed(NamedTuple):
-    """A cell's usable times. order: its decode variants as its trials name them, the simplest first."""
+class Timed(NamedTuple):
+    """A cell's usable times, in microseconds; its variants passed their check.
+
+    finals: of the leaders, which decide. screens: the first look's samples of all variants, a round each. order: the decode
+    variants as the trials name them, the simplest first.
+    """
 
     problem: Problem
-    finals: dict[str, _Final]
+    finals: dict[str, Final]
+    screens: Mapping[str, Sequence[float]]
     floor: Stats | None
     order: tuple[str, ...]
 
@@ -148,6 +165,45 @@ class _Timed(NamedTuple):
 
     def regret(self, name: str) -> float:
         return self.finals[name].stats.mean_us / self.best_us - 1
+
+    @property
+    def best(self) -> str:
+        """The variant with the least mean, of equal ones the first by id."""
+        return min(self.finals, key=lambda name: (self.finals[name].stats.mean_us, name))
+
+    def judged(self, name: str) -> tuple[float, Literal["final", "screen"]] | None:
+        """A variant's regret and what it rests on; None where it has no times.
+
+        `final`: means of the final samples. `screen`: it was no leader, so medians of the rounds that it shares with the best. Few
+        samples, of a variant that lost by just these, so the regret is rather too large; but to leave it out would judge only choices
+        that are nearly right.
+        """
+        if name in self.finals:
+            return self.regret(name), "final"
+        mine, best = self.screens.get(name, ()), self.screens.get(self.best, ())
+        rounds = min(len(mine), len(best))
+        if not rounds:
+            return None
+        least = statistics.median(best[:rounds])
+        return (max(0.0, statistics.median(mine[:rounds]) / least - 1), "screen") if least > 0 else None
+
+
+def timed_cells(records: Iterable[Record], admits: Callable[[str], bool] | None = None) -> list[Timed]:
+    """The cells that have final samples of a variant that is right, in the journal's order; see `derive` for `admits`."""
+    records = list(records)
+    checked = _checked(records)
+    if admits is not None:
+        checked = {contract: frozenset(filter(admits, names)) for contract, names in checked.items()}
+    found = (_timed(p, trials, checked.get(p.contract, frozenset())) for p, trials in passes(records).items())
+    return [cell for cell in found if cell.finals]
+
+
+def by_work_units(cells: Iterable[Timed]) -> dict[Contract, list[Timed]]:
+    """Each contract's cells by rising work units, one for each: of several that with the most heads a request."""
+    found: dict[Contract, dict[int, Timed]] = {}
+    for cell in sorted(cells, key=lambda c: (c.problem.HV, c.problem.H)):
+        found.setdefault(cell.problem.contract, {})[cell.work_units] = cell
+    return {contract: [best[w] for w in sorted(best)] for contract, best in found.items()}
 
 
 def passes(records: Iterable[Record]) -> dict[Problem, list[Trial]]:
@@ -178,7 +234,7 @@ def _checked(records: Iterable[Record]) -> dict[Contract, frozenset[str]]:
     return {contract: frozenset(names - wrong.get(contract, set())) for contract, names in passed.items()}
 
 
-def _timed(problem: Problem, trials: Iterable[Trial], checked: Collection[str]) -> _Timed:
+def _timed(problem: Problem, trials: Iterable[Trial], checked: Collection[str]) -> Timed:
     last: dict[tuple[str, str, str], Trial] = {}
     order: dict[str, None] = {}
     for trial in trials:
@@ -187,29 +243,26 @@ def _timed(problem: Problem, trials: Iterable[Trial], checked: Collection[str]) 
             order.setdefault(trial.variant.id)
     usable = {key: trial for key, trial in last.items() if trial.status == "ok" and trial.samples_us}
     finals = {
-        name: _Final(trial.variant, summary(trial.samples_us))
+        name: Final(trial.variant, summary(trial.samples_us), trial.samples_us)
         for (role, stage, name), trial in usable.items()
         if (role, stage) == ("decode", "final") and name in checked
     }
     for name, final in finals.items():
         if not final.stats.mean_us > 0:
             raise MeasurementError(f"{problem.key()}, {name}: all samples are 0 us; time it again")
+    screens = {
+        name: trial.samples_us
+        for (role, stage, name), trial in usable.items()
+        if (role, stage) == ("decode", "screen") and name in checked
+    }
     floor = None
     for wanted in ("final", "screen"):
         found = [summary(t.samples_us) for (role, stage, _), t in usable.items() if (role, stage) == ("floor", wanted)]
         floor = floor or min(found, key=lambda s: s.median_us, default=None)
-    return _Timed(problem, finals, floor, tuple(order))
+    return Timed(problem, finals, screens, floor, tuple(order))
 
 
-def _one_a_work_unit(cells: Iterable[_Timed]) -> list[_Timed]:
-    """Sorted by work units; of several with equal ones that with the most heads a request."""
-    best: dict[int, _Timed] = {}
-    for cell in sorted(cells, key=lambda c: (c.problem.HV, c.problem.H)):
-        best[cell.work_units] = cell
-    return [best[w] for w in sorted(best)]
-
-
-def _ranks(cells: Iterable[_Timed]) -> dict[str, int]:
+def _ranks(cells: Iterable[Timed]) -> dict[str, int]:
     """A number for each variant by how early a cell's trials name it, so that the order of the cells does not matter."""
     early: dict[str, int] = {}
     for cell in cells:
@@ -218,14 +271,20 @@ def _ranks(cells: Iterable[_Timed]) -> dict[str, int]:
     return {name: i for i, name in enumerate(sorted(early, key=lambda name: (early[name], name)))}
 
 
-def _acceptable(cell: _Timed, regret: float) -> dict[str, float]:
+def _acceptable(cell: Timed, regret: float) -> dict[str, float]:
     """The regret of each variant that is as good as the cell's best: `timing.tie` where regret is TIE_SHARE."""
     best = cell.best_us
     limit = best + max(regret * best, CUPTI_STEP_US) + 1e-6
     return {name: cell.regret(name) for name, final in cell.finals.items() if final.stats.mean_us <= limit}
 
 
-def _intervals(cells: Sequence[_Timed], choice: Sequence[str], run: Run) -> tuple[Interval, ...]:
+def _kept_default(cell: Timed, name: str) -> str | None:
+    """The default rule's variant where no tuned choice beats it beyond a tie."""
+    final = cell.finals.get(name)
+    return name if final is not None and tie(final.stats.mean_us, cell.best_us) else None
+
+
+def _intervals(cells: Sequence[Timed], choice: Sequence[str], run: Run) -> tuple[Interval, ...]:
     found: list[Interval] = []
     first, evidence = 1, []
     for i, (cell, name) in enumerate(zip(cells, choice, strict=True)):
@@ -239,7 +298,7 @@ def _intervals(cells: Sequence[_Timed], choice: Sequence[str], run: Run) -> tupl
     return tuple(found)
 
 
-def _evidence(cell: _Timed, name: str, run: Run) -> Evidence:
+def _evidence(cell: Timed, name: str, run: Run) -> Evidence:
     stats = cell.finals[name].stats
     others = {other: final.stats for other, final in cell.finals.items() if other != name}
     runner_up = min(others, key=lambda other: (others[other].mean_us, other), default=None)
@@ -261,15 +320,15 @@ def _evidence(cell: _Timed, name: str, run: Run) -> Evidence:
     )
 
 
-def _held_out_regrets(rules: Iterable[Rule], judged: Iterable[_Timed]) -> list[float]:
+def _held_out_regrets(rules: Iterable[Rule], judged: Iterable[Timed]) -> list[float]:
     """What the rules lose at cells that had no part in them, where the choice was timed."""
     by_contract = {rule.when: rule for rule in rules}
     found: list[float] = []
     for cell in judged:
         rule = by_contract.get(cell.problem.contract)
-        name = rule.at(cell.work_units).variant if rule else None
-        if name in cell.finals:
-            found.append(round(cell.regret(name), 6))
+        lost = rule and cell.judged(rule.at(cell.work_units).variant)
+        if lost:
+            found.append(round(lost[0], 6))
     return found
 
 

@@ -6,11 +6,11 @@ the pool's size, strides, scale and thresholds are run-time values of one compil
 
 import os
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from gdntune.dispatch import Bound, runtime
-from gdntune.errors import UnsupportedProblem
-from gdntune.problem import MAX_TOKENS, Contract, Op, Problem, check_contract
+from gdntune.errors import UnsupportedProblem, listed
+from gdntune.problem import MAX_TOKENS, Contract, Layout, Op, Problem, check_contract, problem_fault
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +89,7 @@ def gated_delta_rule_decode(
     initial_state: [slots, HV, V, K] (`k_last`) or [slots, HV, K, V] (`v_last`), fp32, bf16 or fp16, any slot stride. The caller's; updated
         in place. Without indices slots is B and row n belongs to request n.
     A_log, dt_bias [HV], a [B, T, HV], b [B, T, HV]: raw gates, decay = exp(-exp(A_log) softplus(a + dt_bias)), beta = sigmoid(b).
+        No NaN arises up to A_log = 88, where exp(A_log) leaves fp32, as long as a + dt_bias is an fp32 number.
         Or g [B, T, HV], the log decay, instead of A_log, a and dt_bias; beta [B, T, HV] instead of b.
     initial_state_indices, output_state_indices: [B] int32 or int64: the slot to read, and the slot to write (default: the one read).
         A negative index, one equal to null_index or one outside the pool is padding: no slot is read or written and the output row is
@@ -157,7 +158,7 @@ def gated_delta_rule_packed_decode(
     HV = b.shape[1]
     V, K = initial_state.shape[2:] if state_layout == "k_last" else (initial_state.shape[3], initial_state.shape[2])
     keys = width - HV * V
-    if keys <= 0 or keys % (2 * K):
+    if K < 1 or keys <= 0 or keys % (2 * K):
         raise UnsupportedProblem(
             f"mixed_qkv has {width} columns with HV={HV}, K={K}, V={V}: accepted are 2*H*K + HV*V, with H a divisor of HV"
         )
@@ -207,6 +208,7 @@ def kda_decode(
 
     g: [B, T, HV, K]. Without A_log it is the log decay; with A_log and dt_bias the gate is -exp(A_log) softplus(g + dt_bias), and with
     lower_bound (static: its presence; dynamic: its value) lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
+    No NaN arises up to A_log = 88, where exp(A_log) leaves fp32, as long as g + dt_bias is an fp32 number.
     A_log: one a value head [HV] or one a q/k head [H]. dt_bias: one a value head and k, [HV, K], or one a q/k head and k, [H, K]; flat
     [HV*K] and [H*K] are viewed so.
     beta: [B, T, HV], or its logit b. Every other argument, what is static, ownership and errors are as in `gated_delta_rule_decode`.
@@ -244,14 +246,14 @@ def _decode(
         raise UnsupportedProblem("beta: accepted is b (a logit) or beta (a value), one of the two")
     try:
         N, T, H, K = q.shape
-        HV, V = v.shape[2], v.shape[3]
-    except (ValueError, IndexError):
+        _, _, HV, V = v.shape
+    except ValueError:
         raise UnsupportedProblem(
             f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: accepted are q [B, T, H, K] and v [B, T, HV, V]"
         ) from None
-    B = N if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    B = N if cu_seqlens is None else _ragged_requests(cu_seqlens, q, read_index, buffer_index, slot_index)
     signature = (
-        op, gate, b is None, q.dtype, state.dtype, a.dtype, (beta if b is None else b).dtype,
+        op, gate, b is None, q.dtype, k.dtype, v.dtype, state.dtype, a.dtype, (beta if b is None else b).dtype,
         None if A_log is None else A_log.dtype, None if dt_bias is None else dt_bias.dtype,
         T if cu_seqlens is None else 0, max_tokens, K, V, layout, frozen, read_index is None, write_index is None, buffer is None,
         buffer_index is None, slot_index is None, accepted is None, cu_seqlens is None, batch_invariant, q.device,
@@ -259,7 +261,7 @@ def _decode(
     bound = _BOUND.get(signature)
     if bound is None:
         contract = _contract(
-            op, gate, q, v, a, b, beta, A_log, dt_bias, state, read_index, write_index, buffer, buffer_index, slot_index, accepted,
+            op, gate, q, k, v, a, b, beta, A_log, dt_bias, state, read_index, write_index, buffer, buffer_index, slot_index, accepted,
             cu_seqlens, max_tokens, frozen, layout,
         )  # fmt: skip
         index = q.device.index or 0
@@ -272,8 +274,12 @@ def _decode(
         return output
     if H < 1 or HV % H:
         raise UnsupportedProblem(f"v has HV={HV} heads and q H={H}: HV must be a multiple of H")
-    if A_log is not None and op == "gdn_decode" and A_log.shape[0] != HV:
-        raise UnsupportedProblem(f"A_log has shape {tuple(A_log.shape)}: accepted is one a value head, [{HV}]")
+    if A_log is not None:
+        # a compiled call of KDA ties neither to the heads and would read beyond them
+        heads = (HV,) if op == "gdn_decode" else (HV, H)
+        A_shape, dt_shape = A_log.shape, dt_bias.shape
+        if not (A_shape and A_shape[0] in heads and dt_shape and dt_shape[0] in heads):
+            raise _parameter_fault(op, A_log, dt_bias, H, HV, K)
     if slot_index is not None:
         if slot_index.dim() != 2 or (cu_seqlens is None and slot_index.shape[1] < T):
             raise UnsupportedProblem(
@@ -299,16 +305,56 @@ def _decode(
         1 if use_qk_l2norm else 0,
     )  # fmt: skip
     if _checking():
-        from gdntune.arguments import check_values
+        from gdntune.arguments import check_values, check_width
 
+        check_width(
+            initial_state_indices=read_index, output_state_indices=write_index, intermediate_state_indices=buffer_index,
+            ssm_state_indices=slot_index, num_accepted_tokens=accepted, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
         check_values(bound.contract, arguments)
+    function = bound.at(B * HV)
     try:
-        bound.at(B * HV)(*arguments)
+        function(*arguments)
     except (TypeError, ValueError, RuntimeError) as e:
         from gdntune.arguments import refusal
 
         raise refusal(bound.contract, arguments, e) from e
     return output
+
+
+def _ragged_requests(cu_seqlens: "Tensor", q: "Tensor", read_index: Any, buffer_index: Any, slot_index: Any) -> int:
+    """B of a ragged call. A compiled call ties the indices to each other, and neither to cu_seqlens nor q to one row."""
+    shape = cu_seqlens.shape
+    if len(shape) != 1 or shape[0] < 1:
+        raise UnsupportedProblem(
+            f"cu_seqlens has shape {tuple(shape)}: accepted is [B+1], from 0 to the last request's end"
+        )
+    if q.shape[0] != 1:
+        raise UnsupportedProblem(
+            f"q has shape {tuple(q.shape)} with cu_seqlens: accepted are packed rows [1, total, H, K]"
+        )
+    B = shape[0] - 1
+    for x in (read_index, buffer_index, slot_index):
+        if x is not None and (not x.dim() or x.shape[0] != B):
+            given = {
+                "initial_state_indices": read_index,
+                "intermediate_state_indices": buffer_index,
+                "ssm_state_indices": slot_index,
+            }
+            name = next(name for name, y in given.items() if y is x)
+            raise UnsupportedProblem(
+                f"{name} has shape {tuple(x.shape)} for cu_seqlens of {B} requests: accepted is one row a request"
+            )
+    return B
+
+
+def _parameter_fault(op: Op, A_log: "Tensor", dt_bias: "Tensor", H: int, HV: int, K: int) -> UnsupportedProblem:
+    given = f"A_log has shape {tuple(A_log.shape)}, dt_bias {tuple(dt_bias.shape)}: "
+    if op == "gdn_decode":
+        return UnsupportedProblem(f"{given}accepted is one a value head, [{HV}] each")
+    return UnsupportedProblem(
+        f"{given}accepted are A_log [{HV}] (one a value head) or [{H}] (one a q/k head) and dt_bias [{HV}, {K}] or [{H}, {K}]"
+    )
 
 
 def _check_buffer(buffer: "Tensor", buffer_index: "Tensor | None", B: int, T: int) -> None:
@@ -321,9 +367,9 @@ def _check_buffer(buffer: "Tensor", buffer_index: "Tensor | None", B: int, T: in
 
 
 def _contract(
-    op: Op, gate: str, q: "Tensor", v: "Tensor", a: Any, b: Any, beta: Any, A_log: Any, dt_bias: Any, state: "Tensor", read_index: Any,
-    write_index: Any, buffer: Any, buffer_index: Any, slot_index: Any, accepted: Any, cu_seqlens: Any, max_tokens: int | None,
-    frozen: bool, layout: str,
+    op: Op, gate: str, q: "Tensor", k: "Tensor", v: "Tensor", a: Any, b: Any, beta: Any, A_log: Any, dt_bias: Any, state: "Tensor",
+    read_index: Any, write_index: Any, buffer: Any, buffer_index: Any, slot_index: Any, accepted: Any, cu_seqlens: Any,
+    max_tokens: int | None, frozen: bool, layout: str,
 ) -> Contract:  # fmt: skip
     """The contract that a call's tensors ask for."""
     names = _dtype_names()
@@ -363,12 +409,18 @@ def _contract(
             "output_state_indices with disable_state_update=True: nothing would be written there; give one of them"
         )
     update = write_index is not None if slot_index is not None else not frozen
-    if cu_seqlens is not None and q.shape[0] != 1:
-        raise UnsupportedProblem(
-            f"q has shape {tuple(q.shape)} with cu_seqlens: accepted are packed rows [1, total, H, K]"
-        )
     if max_tokens is not None and cu_seqlens is None:
         raise UnsupportedProblem("max_tokens without cu_seqlens: T is q.shape[1]; leave it out")
+    if max_tokens is not None and not 1 <= max_tokens <= MAX_TOKENS:
+        raise UnsupportedProblem(
+            f"max_tokens={max_tokens}: accepted are 1 to {MAX_TOKENS}; split longer requests into several calls"
+        )
+    if layout not in get_args(Layout):
+        raise UnsupportedProblem(f"state_layout={layout!r}: accepted are {listed(get_args(Layout))}")
+    input_dtype = dtype(q, "q")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise UnsupportedProblem(f"{name} has dtype {x.dtype}: accepted is q's, {q.dtype}")
     if state.dim() != 4:
         raise UnsupportedProblem(
             f"initial_state has shape {tuple(state.shape)}: accepted are [slots, HV, V, K] (k_last) and [slots, HV, K, V] (v_last)"
@@ -376,14 +428,14 @@ def _contract(
     return check_contract(
         Contract(
             op=op,
-            tokens=q.shape[1] if cu_seqlens is None else (max_tokens or MAX_TOKENS),
+            tokens=q.shape[1] if cu_seqlens is None else MAX_TOKENS if max_tokens is None else max_tokens,
             K=q.shape[3],
             V=v.shape[3],
             layout=layout,  # type: ignore[arg-type]
-            input_dtype=dtype(q, "q"),  # type: ignore[arg-type]
+            input_dtype=input_dtype,  # type: ignore[arg-type]
             state_dtype=dtype(state, "initial_state"),  # type: ignore[arg-type]
-            gate_dtype=dtype(a, "a or g"),  # type: ignore[arg-type]
-            beta_dtype=dtype(beta if b is None else b, "b or beta"),  # type: ignore[arg-type]
+            gate_dtype=dtype(a, "a" if gate == "raw" else "g"),  # type: ignore[arg-type]
+            beta_dtype=dtype(beta, "beta") if b is None else dtype(b, "b"),  # type: ignore[arg-type]
             A_log_dtype="fp32" if A_log is None else dtype(A_log, "A_log"),  # type: ignore[arg-type]
             dt_bias_dtype="fp32" if dt_bias is None else dtype(dt_bias, "dt_bias"),  # type: ignore[arg-type]
             gate=gate,  # type: ignore[arg-type]
@@ -398,7 +450,12 @@ def _contract(
 
 
 def plan(problem: Problem, device: str = "cuda", index: int = 0) -> Bound:
-    """Binds a problem's contract and loads the function of its work units, so that the first call compiles nothing."""
+    """Binds a problem's contract and loads the function of its work units, so that the first call compiles nothing.
+
+    UnsupportedProblem for sizes or a contract that no call can have.
+    """
+    if fault := problem_fault(problem):
+        raise UnsupportedProblem(fault)
     bound = runtime(device, index).bind(problem.contract)
     bound.at(problem.work_units)
     return bound

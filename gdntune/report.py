@@ -1,9 +1,11 @@
-"""Journals to one tidy table of times, and from it a report: Markdown, CSV, terminal. The same journals give the same bytes.
+"""Journals to one tidy table of times, and from it a report: Markdown, CSV, HTML, terminal. The same journals give the same bytes.
 
 The frame has one row a cell and implementation: every variant, floor or peer that was tried at a cell, with its last stage.
 """
 
+import functools
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,9 +17,14 @@ from gdntune import derive, journal, kernels, sol, table
 from gdntune.errors import GdntuneError, JournalError, MeasurementError
 from gdntune.journal import Check, Record, Run, Trial
 from gdntune.problem import Contract, Problem
+from gdntune.published import Published
+from gdntune.render import against
 from gdntune.render.document import Document
+from gdntune.render.html import html
 from gdntune.render.markdown import markdown
-from gdntune.render.sections import document
+from gdntune.render.panels import Fact, Panel, facts, panel
+from gdntune.render.peers import compared
+from gdntune.render.sections import Letters, bases, document, of_contract
 from gdntune.timing import summary
 
 if TYPE_CHECKING:
@@ -58,6 +65,7 @@ COLUMNS: dict[str, str] = {
     "chosen": "bool",
     "default_mean_us": "float",
     "speedup_over_default": "float",
+    "chosen_speedup": "float",
 }
 NOTHING = "-"
 
@@ -79,16 +87,30 @@ class Source(NamedTuple):
 
 
 class Report:
-    """What was found. frame: one row a cell and implementation, with COLUMNS. sources: the sweeps it came from."""
+    """What was found. frame: one row a cell and implementation, with COLUMNS. sources: the sweeps it came from.
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    publications: what stands beside ours.
+    """
+
+    def __init__(self, sources: Sequence[Source], publications: Sequence[Published] = ()) -> None:
         self.sources = tuple(sources)
+        self.publications = tuple(publications)
         self.frame = frame(self.sources)
 
     @property
     def document(self) -> Document:
         """The report apart from how it looks."""
-        return document(self.sources, self.frame)
+        return self._document(Letters())
+
+    def _document(self, letters: Letters) -> Document:
+        more = [s for p in self.publications for s in against.sections(self.sources, self.frame, p)]
+        return document(self.sources, self.frame, letters, more)
+
+    def peers(self) -> list[dict[str, Any]]:
+        """How our choices compare with each peer, as plain values: one a sweep and peer that was asked for."""
+        return [
+            summary for s in self.sources for summary in compared(self.frame[self.frame["run"] == s.name], s.records)
+        ]
 
     def markdown(self) -> str:
         """The report for GitHub; tables are at most 100 columns wide."""
@@ -98,6 +120,28 @@ class Report:
         """The frame; `pandas.read_csv` gives its dtypes back, and there is no index column."""
         return self.frame.to_csv(index=False, lineterminator="\n")
 
+    def html(self) -> str:
+        """The report as one file, with pictures and samples. Raises ToolMissing where matplotlib is not installed."""
+        letters = Letters()
+        # First, since it fills in the letters.
+        text = self._document(letters)
+        panels: dict[tuple[str, str], Panel] = {}
+        numbers: list[Fact] = []
+        for source in self.sources:
+            mine = self.frame[self.frame["run"] == source.name]
+            trials = [(problem, trial) for problem, found in _counted(source.records) for trial in found]
+            for base in bases(source):
+                its = [(p, t) for p, t in trials if p.contract.replace(tokens=1) == base]
+                default = functools.lru_cache(maxsize=None)(functools.partial(_default, source))
+                part, title = of_contract(mine, base), f"{source.name}: {base.key()}"
+                panels[source.name, base.key()] = panel(title, part, its, source.table, letters, default)
+            for p in self.publications:
+                panels[against.subject(source, p)] = against.panel(source, self.frame, p)
+            checks = Counter[str](r.status for r in source.records if isinstance(r, Check))
+            name = source.name if len(self.sources) > 1 else ""
+            numbers += facts(name, mine, len(_counted(source.records)), checks, compared(mine, source.records))
+        return html(text, numbers, panels)
+
     def terminal(self, console: "Console", *, details: bool = False) -> None:
         """Prints the report, cells coloured by their share of the DRAM's peak."""
         from gdntune.render.terminal import print_document
@@ -105,14 +149,17 @@ class Report:
         print_document(self.document, console, details=details)
 
 
-def report(folders: Sequence[str | os.PathLike[str]]) -> Report:
-    """The report of sweeps' folders (or journals), in the order given. Raises JournalError for one that cannot be read."""
+def report(folders: Sequence[str | os.PathLike[str]], publications: Sequence[Published] = ()) -> Report:
+    """The report of sweeps' folders (or journals), in the order given, beside publications' figures.
+
+    Raises JournalError for one that cannot be read.
+    """
     if not folders:
         raise JournalError("no sweep was named: accepted are one or more folders that `gdntune sweep` wrote")
     read = [(Path(folder), *journal.read(folder)) for folder in folders]
     names = _names([run for _, run, _ in read])
     sources = [_source(name, *one) for name, one in zip(names, read, strict=True)]
-    return Report(sources)
+    return Report(sources, publications)
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
@@ -160,13 +207,21 @@ def frame(sources: Sequence[Source]) -> "pd.DataFrame":
 
 def _rows(source: Source) -> Iterator[dict[str, Any]]:
     verified = _verified(source.records)
-    for problem, trials in sorted(derive.passes(source.records).items()):
+    for problem, trials in _counted(source.records):
+        rows = [_row(source, t, verified) for t in trials]
+        _relate(source, problem, rows)
+        yield from rows
+
+
+def _counted(records: Sequence[Record]) -> list[tuple[Problem, list[Trial]]]:
+    """The problems in order, each with the one trial that counts of each implementation."""
+    found = []
+    for problem, trials in sorted(derive.passes(records).items()):
         last: dict[tuple[str, str], Trial] = {}
         for trial in trials:
             last[trial.role, trial.variant.id] = _later(last.get((trial.role, trial.variant.id)), trial)
-        rows = [_row(source, t, verified) for t in last.values()]
-        _relate(source, problem, rows)
-        yield from rows
+        found.append((problem, list(last.values())))
+    return found
 
 
 def _later(one: Trial | None, other: Trial) -> Trial:
@@ -189,6 +244,8 @@ def _verified(records: Sequence[Record]) -> dict[tuple[Contract, str], str]:
 def _row(source: Source, trial: Trial, verified: Mapping[tuple[Contract, str], str]) -> dict[str, Any]:
     run, problem = source.run, trial.problem
     moved = sol.floor_bytes(problem) if trial.role == "floor" else sol.bytes_moved(problem)
+    # What a peer moves beyond what it must, by its adapter's word.
+    moved += int(trial.variant.knobs.get("extra_bytes", 0)) if trial.role == "peer" else 0
     row: dict[str, Any] = dict.fromkeys(COLUMNS)
     row |= msgspec.structs.asdict(problem.contract)
     row |= {
@@ -265,6 +322,10 @@ def _relate(source: Source, problem: Problem, rows: list[dict[str, Any]]) -> Non
             speedup = round(defaults[0] / row["mean_us"], 4)
             row |= {"default_mean_us": defaults[0], "speedup_over_default": speedup}
         row["chosen"] = row["role"] == "decode" and row["stage"] == "final" and row["variant"] == choice
+    chosen_us = next((r["median_us"] for r in timed if r["chosen"]), None)
+    for row in timed:
+        if chosen_us and row["role"] != "floor":
+            row["chosen_speedup"] = round(row["median_us"] / chosen_us, 4)
 
 
 def _choice(source: Source, problem: Problem) -> str | None:

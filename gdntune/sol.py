@@ -1,7 +1,7 @@
 """Speed of light: the bytes that a problem must move, its floor, and what share of the DRAM's peak a time is.
 
 The convention is that of FlashInfer's pull request 3127, whose 76 printed percentages `bytes_moved` reproduces within
-0.1 points (tests/data/flashinfer_b200.csv): each state is read once; it is written once where the final state is kept
+0.1 points (data/flashinfer_pr_3127.csv): each state is read once; it is written once where the final state is kept
 (mode=update), and T times where the states between tokens are; q, k, v, a, b and the output move once, and A_log and
 dt_bias. Left out are index tensors (4 bytes a request against 16 KiB and more a head) and second reads, since they hit
 a cache (q and k of GVA).

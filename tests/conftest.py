@@ -11,6 +11,17 @@ _FOLDERS = pytest.StashKey[Path]()
 _DESELECTED = pytest.StashKey[int]()
 
 
+H100 = Path(__file__).parent.parent / "docs" / "results" / "nvidia-h100-80gb-hbm3" / "qwen3.5-397b-a17b.jsonl.xz"
+
+
+@pytest.fixture(scope="session")
+def h100():
+    """A published sweep of an H100: its file, header and records, read once."""
+    from gdntune import journal
+
+    return H100, *journal.read(H100)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Compiled objects and tables of the user have no part in a test, and a test leaves none behind."""
     folder = Path(tempfile.mkdtemp(prefix="gdntune-tests-"))

@@ -18,6 +18,7 @@ from gdntune import __version__, arch, cupti_records, report, search, table
 from gdntune.arch import target
 from gdntune.cli import app
 from gdntune.errors import ToolMissing
+from gdntune.journal import Check, Trial
 from gdntune.progress import Lines
 
 ROOT = Path(__file__).parent.parent
@@ -100,7 +101,10 @@ def test_every_command_has_help(path):
 def test_commands():
     """The commands are those that the README and the design name, and each stands in the README."""
     names = {" ".join(path) for path, command in commands() if path and not getattr(command, "commands", None)}
-    assert names == {"sweep", "bench", "compile", "report", "explain", "doctor", "table show", "table validate"}
+    assert names == {
+        "sweep", "bench", "compile", "report", "explain", "doctor", "replay", "judge", "compare",
+        "table show", "table validate", "table diff", "table merge",
+    }  # fmt: skip
     readme = (ROOT / "README.md").read_text()
     assert [name for name in names if f"gdntune {name}" not in readme] == []
 
@@ -184,6 +188,12 @@ def test_malformed_journal(tmp_path):
         (["explain", "--work-units", "8", "--gate", "softplus"], "accepted are raw, log"),
         (["report", "/nowhere"], "accepted is a sweep's folder"),
         (["compile", "quickstart", "--arch", "sm_1"], "sm_90a"),
+        (["replay", "/nowhere"], "accepted is a sweep's folder"),
+        (["judge", "/nowhere"], "accepted are TABLE JOURNAL, or JOURNAL alone"),
+        (["judge", "a", "b", "--share", "0.25"], "accepted are TABLE JOURNAL, or JOURNAL alone"),
+        (["judge", "a", "--share", "0.25", "--hold-out", "every-second"], "give one or the other"),
+        (["compare", "/nowhere", "/nowhere"], "accepted is a sweep's folder"),
+        (["table", "diff", "/nowhere", "/nowhere"], "/nowhere"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -285,7 +295,35 @@ def test_report_forms(folder, tmp_path):
         assert run("report", folder, "--out", tmp_path / name).exit_code == 0
         assert (tmp_path / name).read_text() == text
     assert run("report", folder, "--out", tmp_path / "r.txt", "--format", "csv").exit_code == 0
-    assert refused(run("report", folder, "--out", tmp_path / "r.pdf"), "files of md and csv")
+    assert refused(run("report", folder, "--out", tmp_path / "r.pdf"), "files of md, csv and html")
+
+
+def test_report_as_a_page(folder, tmp_path):
+    """HTML goes beside the run, or where --out says; never into the terminal."""
+    copy = tmp_path / "run"
+    copy.mkdir()
+    for name in ("journal.jsonl", "table.json"):
+        (copy / name).write_bytes((folder / name).read_bytes())
+    page = report.report([copy]).html()
+    done = run("report", copy, "--format", "html")
+    assert done.stdout.strip() == str(copy / "report.html")
+    assert (copy / "report.html").read_text(encoding="utf-8") == page
+    assert run("report", copy, "--out", tmp_path / "r.html").exit_code == 0
+    assert (tmp_path / "r.html").read_text(encoding="utf-8") == page
+    (copy / "journal.jsonl").rename(tmp_path / "one.jsonl")
+    run("report", tmp_path / "one.jsonl", "--format", "html")
+    assert (tmp_path / "one.html").exists()
+
+
+def test_report_against(folder):
+    """Published figures stand in Markdown and the terminal; a CSV and an unknown name are refused."""
+    name = "published:flashinfer-pr-3127"
+    for options in (("--format", "md"), ()):
+        assert "NVIDIA B200, cold-dirty" in run("report", folder, "--against", name, *options).stdout
+    assert refused(
+        run("report", folder, "--against", name, "--format", "csv"), "accepted are md, html and the terminal"
+    )
+    assert refused(run("report", folder, "--against", "flashinfer"), f"accepted are {name}")
 
 
 def test_report_into_no_folder(folder):
@@ -314,6 +352,68 @@ def test_table_validate(folder, tmp_path):
     assert (first["fault"], first["stale"]) == (None, ["recurrent"])
     assert "leaves a gap" in second["fault"]
     assert run("table", "validate", tmp_path / "none.json").exit_code == 2
+
+
+def test_replay(folder, tmp_path):
+    """The table anew, in a line, as JSON or to a file."""
+    out = tmp_path / "t.json"
+    result = run("replay", folder, "--out", out)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("synthetic, 2026-11-28T00:00:00+00:00: 6 rules, 12 intervals, 2 variants; regret")
+    assert table.validate(run("replay", folder, "--json").stdout.encode()) == table.load(out)
+    assert refused(run("replay", folder, "--without-variants", "x"), "'x' fits none of 4 variants")
+
+
+def test_judge(folder, tmp_path):
+    """A table on its own journal loses nothing; on another what the limit says; the exit code is 1 above it."""
+    path = folder / "table.json"
+    said = json.loads(run("judge", path, folder, "--json").stdout)
+    assert (said["table"]["cells"], said["table"]["regret_max"]) == (18, 0)
+    header = synthetic.run()
+    other = synthetic.write(tmp_path, header, synthetic.records(header, swap=1))
+    assert run("judge", path, other).exit_code == 0
+    above = run("judge", path, other, "--limit", 0.03, "--mean-limit", 0.01, "--cells")
+    assert above.exit_code == 1
+    assert "18 cells are above the limit of 3.00%" in above.stderr
+    assert "the mean regret is above the limit of 1.00%" in above.stderr
+    assert "All cells" in above.stdout
+    assert run("judge", path, other, "--limit", 0.5).exit_code == 0
+    held = json.loads(run("judge", folder, "--hold-out", "every-second", "--json").stdout)
+    assert held["table"]["cells"] == 6
+    cost = json.loads(run("judge", folder, "--share", 0.5, "--json").stdout)
+    assert cost["drawn"] <= cost["samples"] / 2
+    assert "Successive halving would have drawn" in run("judge", folder, "--share", 0.5).stdout
+
+
+def test_compare(folder, tmp_path):
+    """A journal is the same as itself; a slower one is found, with exit code 1."""
+    assert "18 SAME" in run("compare", folder, folder).stdout
+    header = synthetic.run()
+    slow = [
+        r
+        for p in {r.problem for r in synthetic.records(header) if isinstance(r, Trial)}
+        for r in synthetic.cell(p, header, slow=1.1)
+    ]
+    checks = [r for r in synthetic.records(header) if isinstance(r, Check)]
+    other = synthetic.write(tmp_path, header, [*checks, *slow], with_table=False)
+    result = run("compare", folder, other, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["counts"] == {"FASTER": 0, "SLOWER": 18, "SAME": 0, "UNCLEAR": 0}
+
+
+def test_table_diff_and_merge(folder, tmp_path):
+    """Equal tables exit with 0, others with 1; a merge of two ops has the rules of both; a conflict is refused."""
+    path, both, other = folder / "table.json", tmp_path / "both.json", tmp_path / "other"
+    assert run("table", "diff", path, path).exit_code == 0
+    header = synthetic.run()
+    conflicting = synthetic.write(other, header, synthetic.records(header, swap=1)) / "table.json"
+    result = run("table", "diff", path, conflicting)
+    assert (result.exit_code, "12 spans" in result.stdout) == (1, True)
+    assert json.loads(run("table", "diff", path, conflicting, "--json").stdout)["choices"][0]["first"] == 1
+    assert refused(run("table", "merge", path, conflicting, "--out", both), "--prefer first")
+    assert not both.exists()
+    assert run("table", "merge", path, conflicting, "-o", both, "--prefer", "second").exit_code == 0
+    assert table.load(both).rules == table.load(conflicting).rules
 
 
 def test_explain_a_table(folder):

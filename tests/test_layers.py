@@ -21,6 +21,7 @@ ONLY_IN = {
     "pandas": ("report.py",),
     "typer": ("cli.py",),
     "rich": ("cli.py", "progress.py", "render/terminal.py"),
+    "matplotlib": ("render/figures.py",),
     "pynvml": ("nvml.py",),
     "cupti": ("cupti_records.py",),
     "pebble": ("build.py", "search.py"),

@@ -1,17 +1,19 @@
 """The public functions on CPU tensors: what they compute, what they accept, what they refuse; on CUDA tensors where there are any."""
 
+import dataclasses
+
 import msgspec
 import pytest
 import torch
+from public import DEVICES, call, refused
 
 import gdntune
-from gdntune import ops, problem
+from gdntune import dispatch, ops, problem
 from gdntune.cases import make_case
 from gdntune.check import Truth
-from gdntune.errors import UnsupportedProblem
+from gdntune.errors import BuildError, GdntuneError, ToolMissing, UnsupportedProblem
 from gdntune.problem import Contract, Problem
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CONTRACTS = {
     "T=1 pool": Contract(state_dtype="fp32"),
     "T=3 bf16": Contract(tokens=3),
@@ -30,40 +32,6 @@ CONTRACTS = {
 }
 
 
-def call(case, **changes):
-    """The public call that asks for a case's contract."""
-    c = case.contract
-    arguments = {
-        "initial_state": case.state,
-        "A_log": case.A_log,
-        "dt_bias": case.dt_bias,
-        "b" if c.beta == "logit" else "beta": case.b,
-        "initial_state_indices": case.read_index,
-        "output_state_indices": case.write_index,
-        "intermediate_states_buffer": case.intermediate,
-        "ssm_state_indices" if c.intermediate == "slots" else "intermediate_state_indices": case.slot_index,
-        "num_accepted_tokens": case.accepted,
-        "cu_seqlens": case.cu_seqlens,
-        "disable_state_update": c.mode == "frozen" and c.intermediate != "slots",
-        "state_layout": c.layout,
-        "scale": case.scale,
-        "use_qk_l2norm": bool(case.use_qk_l2norm),
-        "allow_neg_eigval": case.beta_scale == 2.0,
-        "softplus_beta": case.softplus_beta,
-        "softplus_threshold": case.softplus_threshold,
-        "null_index": case.null_index,
-        "output": case.output,
-    }
-    if c.ragged:
-        arguments["max_tokens"] = c.tokens
-    if c.op == "kda_decode":
-        if c.gate == "lower_bound":
-            arguments["lower_bound"] = case.lower_bound
-        return gdntune.kda_decode(case.q, case.k, case.v, case.a, **{**arguments, **changes})
-    arguments["a" if c.gate == "raw" else "g"] = case.a
-    return gdntune.gated_delta_rule_decode(case.q, case.k, case.v, **{**arguments, **changes})
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_public_call_agrees_with_the_reference(name, device):
@@ -75,29 +43,6 @@ def test_public_call_agrees_with_the_reference(name, device):
     returned = call(case)
     assert returned is case.output
     truth.judge(case).require()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_int64_indices_and_parameters_that_require_grad(device):
-    """Fault: int64 indices were a type error or wrong slots, parameters that require grad were refused; both are taken as they are."""
-    truth = Truth(
-        make_case(Problem(CONTRACTS["T=1 pool"], 3, 2, 4), device, seed=1, index_dtype=torch.int64, split=True)
-    )
-    case = truth.before.clone()
-    call(case, A_log=torch.nn.Parameter(case.A_log), dt_bias=torch.nn.Parameter(case.dt_bias))
-    truth.judge(case).require()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_output_none_is_fresh_each_time(device):
-    """Fault: output=None twice with the same shape, and the second call overwrote the first result."""
-    case = make_case(Problem(CONTRACTS["T=1 pool"], 3, 2, 4), device)
-    first = call(case, output=None)
-    kept = first.clone()
-    second = call(case, output=None)
-    assert first.data_ptr() != second.data_ptr()
-    assert torch.equal(first, kept)
-    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -147,57 +92,207 @@ def test_packed_decode_is_plain_decode(device):
     assert torch.equal(state, case.state)
 
 
-def refused(match, function, *args, **kwargs):
-    """The message of the UnsupportedProblem that a call raises."""
-    with pytest.raises(UnsupportedProblem, match=match) as caught:
-        function(*args, **kwargs)
-    assert isinstance(caught.value, ValueError)
-    return str(caught.value)
+def int32(*shape):
+    """An index tensor of zeros."""
+    return torch.zeros(shape, dtype=torch.int32)
 
 
+# contract, what is changed of its right call, and what the message says
+ONE, DENSE, SLOTS, RAGGED = "T=1 pool", "dense frozen", "slots accepted", "ragged"
 REFUSALS = {
-    "no gate": ({"A_log": None}, "A_log, a and dt_bias"),
-    "both gates": ({"g": torch.zeros(3, 1, 4)}, "one of the two"),
-    "no beta": ({"b": None}, "b .*logit"),
-    "both betas": ({"beta": torch.zeros(3, 1, 4)}, "one of the two"),
-    "index dtype": ({"initial_state_indices": torch.zeros(3)}, "initial_state_indices.*int32.*int64"),
-    "index length": (
-        {"initial_state_indices": torch.zeros(2, dtype=torch.int32)},
-        r"initial_state_indices has shape \(2,\).*\[3\]",
-    ),
-    "accepted without slots": (
-        {"num_accepted_tokens": torch.zeros(3, dtype=torch.int32)},
-        "num_accepted_tokens without ssm_state_indices",
-    ),
-    "write index while frozen": ({"disable_state_update": True}, "output_state_indices with disable_state_update"),
-    "buffer index alone": (
-        {"intermediate_state_indices": torch.zeros(3, dtype=torch.int32)},
-        "without intermediate_states_buffer",
-    ),
-    "max_tokens alone": ({"max_tokens": 4}, "max_tokens without cu_seqlens"),
-    "layout": ({"state_layout": "k_first"}, "layout='k_first'.*k_last, v_last"),
-    "state dtype": (
-        {"initial_state": torch.zeros(3, 4, 128, 128, dtype=torch.float64)},
-        "initial_state has dtype torch.float64",
-    ),
-    "state rank": ({"initial_state": torch.zeros(3, 4, 128)}, r"initial_state has shape \(3, 4, 128\)"),
-    "state heads": ({"initial_state": torch.zeros(3, 5, 128, 128)}, r"initial_state has shape \(3, 5, 128, 128\)"),
-    "state strided inside": ({"initial_state": torch.zeros(3, 4, 128, 256)[..., ::2]}, "contiguous inner"),
-    "A_log size": ({"A_log": torch.zeros(3)}, "A_log has shape"),
-    "output dtype": ({"output": torch.zeros(3, 1, 4, 128)}, "output has dtype torch.float32"),
-    "buffer steps": (
-        {"intermediate_states_buffer": torch.zeros(3, 0, 4, 128, 128)},
-        "intermediate_states_buffer has shape .* at least 1 steps",
-    ),
-}
+    # which arguments go together
+    "no gate": (ONE, {"A_log": None}, "A_log, a and dt_bias"),
+    "both gates": (ONE, {"g": torch.zeros(3, 1, 4)}, "g and A_log/a/dt_bias .* one of the two"),
+    "no beta": (ONE, {"b": None}, "beta: accepted is b .*logit"),
+    "both betas": (ONE, {"beta": torch.zeros(3, 1, 4)}, "beta: .* one of the two"),
+    "accepted without slots": (ONE, {"num_accepted_tokens": int32(3)}, "num_accepted_tokens without ssm_state_indices"),
+    "write index while frozen": (ONE, {"disable_state_update": True}, "output_state_indices with disable_state_update"),
+    "write index alone": ("rows", {"output_state_indices": int32(3)}, "output_state_indices without initial_state_indices"),
+    "buffer index alone": (ONE, {"intermediate_state_indices": int32(3)}, "intermediate_state_indices without intermediate_states_buffer"),
+    "read index with slots": (SLOTS, {"initial_state_indices": int32(3)}, "initial_state_indices with ssm_state_indices"),
+    "buffer with slots": (SLOTS, {"intermediate_states_buffer": torch.zeros(3, 3, 4, 128, 128)}, "intermediate_states_buffer with ssm_state_indices"),
+    "buffer index with slots": (SLOTS, {"intermediate_state_indices": int32(3)}, "intermediate_state_indices with ssm_state_indices"),
+    "max_tokens alone": (ONE, {"max_tokens": 4}, "max_tokens without cu_seqlens"),
+    # scalars
+    "max_tokens of none": (RAGGED, {"max_tokens": 0}, "max_tokens=0: accepted are 1 to 16"),
+    "max_tokens too large": (RAGGED, {"max_tokens": 17}, "max_tokens=17: accepted are 1 to 16"),
+    "layout": (ONE, {"state_layout": "k_first"}, "state_layout='k_first': accepted are k_last, v_last"),
+    "scale": (ONE, {"scale": "large"}, "scale: .*accepted is a float"),
+    # dtypes
+    "index dtype": (ONE, {"initial_state_indices": torch.zeros(3)}, "initial_state_indices has dtype torch.float32: .*int32.*int64"),
+    "write index dtype": (ONE, {"output_state_indices": torch.zeros(3)}, "output_state_indices has dtype torch.float32"),
+    "slots dtype": (SLOTS, {"ssm_state_indices": torch.zeros(3, 3)}, "ssm_state_indices .* has dtype torch.float32"),
+    "accepted dtype": (SLOTS, {"num_accepted_tokens": torch.zeros(3)}, "num_accepted_tokens has dtype torch.float32"),
+    "cu_seqlens dtype": (RAGGED, {"cu_seqlens": torch.zeros(4)}, "cu_seqlens has dtype torch.float32"),
+    "state dtype": (ONE, {"initial_state": torch.zeros(3, 4, 128, 128, dtype=torch.float64)}, "initial_state has dtype torch.float64: accepted are torch.bfloat16"),
+    "output dtype": (ONE, {"output": torch.zeros(3, 1, 4, 128)}, "output has dtype torch.float32: accepted is q's, torch.bfloat16"),
+    "buffer dtype": (DENSE, {"intermediate_states_buffer": torch.zeros(3, 3, 4, 128, 128).bfloat16()}, "intermediate_states_buffer has dtype torch.bfloat16: accepted is initial_state's"),
+    "A_log dtype": (ONE, {"A_log": torch.zeros(4, dtype=torch.float64)}, "A_log has dtype torch.float64: accepted are"),
+    "dt_bias dtype": (ONE, {"dt_bias": torch.zeros(4, dtype=torch.float64)}, "dt_bias has dtype torch.float64: accepted are"),
+    "b dtype": (ONE, {"b": torch.zeros(3, 1, 4, dtype=torch.int32)}, "b has dtype torch.int32: accepted are"),
+    # shapes
+    "index length": (ONE, {"initial_state_indices": int32(2)}, r"initial_state_indices has shape \(2,\).*\[3\]"),
+    "index rank": (ONE, {"initial_state_indices": int32(3, 1)}, r"initial_state_indices has shape \(3, 1\).*\[3\]"),
+    "write index length": (ONE, {"output_state_indices": int32(4)}, r"output_state_indices has shape \(4,\).*\[3\]"),
+    "slots rank": (SLOTS, {"ssm_state_indices": int32(3)}, r"ssm_state_indices has shape \(3,\) for T=3: accepted is \[B, 1\+S\]"),
+    "slots columns": (SLOTS, {"ssm_state_indices": int32(3, 2)}, r"ssm_state_indices has shape \(3, 2\) for T=3"),
+    "slots rows": (SLOTS, {"ssm_state_indices": int32(2, 3)}, r"ssm_state_indices has shape \(2, 3\).*\[3, 1\+S\]"),
+    "accepted length": (SLOTS, {"num_accepted_tokens": int32(4)}, r"num_accepted_tokens has shape \(4,\).*\[3\]"),
+    "state rank": (ONE, {"initial_state": torch.zeros(3, 4, 128)}, r"initial_state has shape \(3, 4, 128\)"),
+    "state heads": (ONE, {"initial_state": torch.zeros(3, 5, 128, 128)}, r"initial_state has shape \(3, 5, 128, 128\).*\[slots, 4, 128, 128\]"),
+    "state K": (ONE, {"initial_state": torch.zeros(3, 4, 128, 64)}, r"initial_state has shape \(3, 4, 128, 64\).*\[slots, 4, 128, 128\]"),
+    "state rows": ("rows", {"initial_state": torch.zeros(5, 4, 128, 128)}, "initial_state has 5 rows for 3 requests"),
+    "A_log size": (ONE, {"A_log": torch.zeros(3)}, r"A_log has shape \(3,\).*\[4\]"),
+    "A_log of a q/k head": (ONE, {"A_log": torch.zeros(2)}, r"A_log has shape \(2,\).*\[4\]"),
+    "A_log of no dimension": (ONE, {"A_log": torch.tensor(0.0)}, r"A_log has shape \(\).*\[4\]"),
+    "dt_bias of a q/k head": (ONE, {"dt_bias": torch.zeros(2)}, r"dt_bias \(2,\).*\[4\]"),
+    "b shape": (ONE, {"b": torch.zeros(3, 4)}, r"b has shape \(3, 4\).*\[3, 1, 4\]"),
+    "output shape": (ONE, {"output": torch.zeros(3, 1, 5, 128).bfloat16()}, r"output has shape \(3, 1, 5, 128\).*\[3, 1, 4, 128\]"),
+    "buffer rank": (DENSE, {"intermediate_states_buffer": torch.zeros(3, 3, 4, 128)}, r"intermediate_states_buffer has shape \(3, 3, 4, 128\)"),
+    "buffer steps": (DENSE, {"intermediate_states_buffer": torch.zeros(3, 2, 4, 128, 128)}, "intermediate_states_buffer has shape .* at least 3 steps"),
+    "buffer rows": (DENSE, {"intermediate_states_buffer": torch.zeros(2, 3, 4, 128, 128)}, "intermediate_states_buffer has shape .* at least 3 rows"),
+    "buffer heads": (DENSE, {"intermediate_states_buffer": torch.zeros(3, 3, 5, 128, 128)}, r"intermediate_states_buffer has shape .*\[rows, steps, 4, 128, 128\]"),
+    "cu_seqlens rank": (RAGGED, {"cu_seqlens": int32(4, 1)}, r"cu_seqlens has shape \(4, 1\): accepted is \[B\+1\]"),
+    "cu_seqlens of no dimension": (RAGGED, {"cu_seqlens": torch.tensor(3)}, r"cu_seqlens has shape \(\): accepted is \[B\+1\]"),
+    "cu_seqlens of none": (RAGGED, {"cu_seqlens": int32(0)}, r"cu_seqlens has shape \(0,\): accepted is \[B\+1\]"),
+    "cu_seqlens of more requests": (RAGGED, {"cu_seqlens": int32(6)}, r"initial_state_indices has shape \(3,\) for cu_seqlens of 5 requests"),
+    # strides and devices
+    "state strided inside": (ONE, {"initial_state": torch.zeros(3, 4, 128, 256)[..., ::2]}, "initial_state .* contiguous inner"),
+    "state with its heads apart": (ONE, {"initial_state": torch.zeros(3, 4, 128, 256)[..., :128]}, "initial_state .* contiguous inner"),
+    "buffer transposed inside": (DENSE, {"intermediate_states_buffer": torch.zeros(3, 3, 4, 128, 128).transpose(-1, -2)}, "intermediate_states_buffer .* contiguous inner"),
+    "output strided inside": (ONE, {"output": torch.zeros(3, 1, 4, 256).bfloat16()[..., ::2]}, "output .* contiguous inner"),
+    "another device": (ONE, {"initial_state": torch.zeros(3, 4, 128, 128, device="meta")}, "initial_state .* on meta: accepted is a tensor on cpu"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals_name_the_argument(name):
     """Every refusal is an UnsupportedProblem (a ValueError) that names the argument, what was given and what is accepted."""
-    changes, match = REFUSALS[name]
+    kind, changes, match = REFUSALS[name]
+    refused(match, call, make_case(Problem(CONTRACTS[kind], 3, 2, 4), "cpu"), **changes)
+
+
+FLOW = {
+    "q rank": ({"q": lambda x: x[0]}, r"q has shape \(1, 2, 128\).*\[B, T, H, K\]"),
+    "v rank": ({"v": lambda x: x[None]}, r"v \(1, 3, 1, 4, 128\).*\[B, T, HV, V\]"),
+    "k batch": ({"k": lambda x: x[:2]}, r"k has shape \(2, 1, 2, 128\).*\[3, 1, 2, 128\]"),
+    "k heads": ({"k": lambda x: x[:, :, :1]}, r"k has shape \(3, 1, 1, 128\).*\[3, 1, 2, 128\]"),
+    "k dtype": ({"k": lambda x: x.float()}, "k has dtype torch.float32: accepted is q's, torch.bfloat16"),
+    "v dtype": ({"v": lambda x: x.half()}, "v has dtype torch.float16: accepted is q's, torch.bfloat16"),
+    "q dtype": ({"q": lambda x: x.double()}, "q has dtype torch.float64: accepted are"),
+    "q strided inside": ({"q": lambda x: torch.cat((x, x), -1)[..., ::2]}, "q .* contiguous inner"),
+    "q device": ({"q": lambda x: x.to("meta")}, "tensors are on meta: accepted are cuda and cpu"),
+    "a shape": ({"a": lambda x: x[:2]}, r"a has shape \(2, 1, 4\).*\[3, 1, 4\]"),
+    "a dtype": ({"a": lambda x: x.int()}, "a has dtype torch.int32: accepted are"),
+    "T of none": (dict.fromkeys("qkvab", lambda x: x[:, :0]), "tokens=0: accepted are 1 to 16"),
+    "T too large": (dict.fromkeys("qkvab", lambda x: x.repeat_interleave(17, 1)), "tokens=17: accepted are 1 to 16"),
+    "V": ({"v": lambda x: x[..., :48]}, "V=48: accepted are multiples of 32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOW)
+def test_refusals_of_what_flows(name):
+    """As above for q, k, v and the gates, which the public call takes by position."""
+    changes, match = FLOW[name]
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
+    for field, change in changes.items():
+        setattr(case, field, change(getattr(case, field)))
+    refused(match, call, case, output=None)
+
+
+def test_refusals_hold_on_later_calls():
+    """Fault: what a compiled call does not tie was refused on the first call alone: later ones find their function bound."""
+    case = make_case(Problem(CONTRACTS[RAGGED], 3, 2, 4), "cpu")
+    call(case)
+    refused("k has dtype", call, dataclasses.replace(case, k=case.k.float()))
+    twice = {name: torch.cat([getattr(case, name)] * 2) for name in "qkvab"}
+    refused(r"q has shape \(2, .*packed rows", call, dataclasses.replace(case, **twice), output=None)
+    refused("cu_seqlens of 2 requests", call, case, cu_seqlens=case.cu_seqlens[:3])
+
+
+def packed(**changes):
+    """A packed call of 3 requests, H=2, HV=4, K=V=128, with some arguments changed."""
+    arguments = {
+        "mixed_qkv": torch.zeros(3, 2 * 2 * 128 + 4 * 128, dtype=torch.bfloat16),
+        "a": torch.zeros(3, 4),
+        "b": torch.zeros(3, 4),
+        "A_log": torch.zeros(4),
+        "dt_bias": torch.zeros(4),
+        "initial_state": torch.zeros(5, 4, 128, 128),
+        "initial_state_indices": int32(3),
+    }
+    return gdntune.gated_delta_rule_packed_decode(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"mixed_qkv": torch.zeros(3, 1, 1024)}, r"mixed_qkv has shape \(3, 1, 1024\).*\[B, 2\*H\*K \+ HV\*V\]"),
+        ({"a": torch.zeros(3, 1, 4)}, r"a \(3, 1, 4\).*\[B, HV\]"),
+        ({"b": torch.zeros(3, 1, 4)}, r"initial_state \(5, 4, 128, 128\): accepted"),
+        ({"initial_state": torch.zeros(5, 4, 128)}, r"initial_state \(5, 4, 128\): accepted"),
+        ({"mixed_qkv": torch.zeros(3, 1000)}, r"1000 columns with HV=4, K=128, V=128: accepted are 2\*H\*K \+ HV\*V"),
+        ({"mixed_qkv": torch.zeros(3, 512)}, "512 columns"),
+        ({"mixed_qkv": torch.zeros(3, 3 * 256 + 512)}, "HV=4 heads and q H=3: HV must be a multiple of H"),
+        ({"initial_state": torch.zeros(5, 4, 128, 0)}, "1024 columns with HV=4, K=0"),
+        ({"initial_state": torch.zeros(5, 3, 128, 128)}, r"initial_state has shape \(5, 3, 128, 128\).*\[slots, 4, 128, 128\]"),
+        ({"state_layout": "both"}, "state_layout='both': accepted are k_last, v_last"),
+        ({"A_log": torch.zeros(2)}, r"A_log has shape \(2,\).*\[4\]"),
+        ({"initial_state_indices": torch.zeros(3)}, "initial_state_indices has dtype torch.float32"),
+    ],
+)  # fmt: skip
+def test_refusals_of_the_packed_call(changes, match):
+    """As above for the call that takes q, k and v in one tensor."""
+    refused(match, packed, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes, sizes, match",
+    [
+        ({}, (0, 2, 4), "B=0: accepted are integers from 1"),
+        ({}, (1, 3, 4), "HV=4, H=3: HV must be a multiple of H"),
+        ({"K": 80}, (1, 2, 4), "K=80: accepted are 64, 96, 128, 256"),
+        ({"V": 544}, (1, 2, 4), "V=544: accepted are multiples of 32 from 32 to 512"),
+        ({"tokens": 17}, (1, 2, 4), "tokens=17: accepted are 1 to 16"),
+        ({"gate": "softplus"}, (1, 2, 4), "gate='softplus' with op=gdn_decode: accepted are raw, log"),
+        ({"state_dtype": "fp8"}, (1, 2, 4), "state_dtype='fp8': accepted are bf16, fp16, fp32"),
+        ({"accepted": True}, (1, 2, 4), "num_accepted_tokens goes with 'slots' alone"),
+        ({"intermediate": "slots", "pool": False}, (1, 2, 4), "intermediate='slots' without a pool"),
+    ],
+)
+def test_refusals_of_plan_and_prepare(changes, sizes, match):
+    """A problem or a contract that no call can have is refused before anything is compiled."""
+    contract = Contract().replace(**changes)
+    refused(match, gdntune.plan, Problem(contract, *sizes), "cpu")
+    if changes:
+        refused(match, gdntune.prepare, contract, "cpu")
+
+
+def test_a_device_that_no_kernel_knows():
+    """plan and prepare say which devices there are."""
+    refused("tensors are on tpu: accepted are cuda and cpu", gdntune.plan, Problem(Contract(), 1, 2, 4), "tpu")
+    refused("tensors are on tpu: accepted are cuda and cpu", gdntune.prepare, Contract(), "tpu")
+
+
+def test_what_is_no_fault_of_the_arguments_passes_through(monkeypatch):
+    """Fault: a missing compiler, a RuntimeError too, was reported as a failed call, without its type and its remedy."""
     case = make_case(Problem(CONTRACTS["T=1 pool"], 3, 2, 4), "cpu")
-    refused(match, call, case, **changes)
+    for error in (ToolMissing("no compiler"), BuildError("does not compile")):
+
+        def at(self, work_units, error=error):
+            raise error
+
+        monkeypatch.setattr(dispatch.Bound, "at", at)
+        with pytest.raises(type(error), match=str(error)):
+            call(case)
+
+    def fails(*arguments):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(dispatch.Bound, "at", lambda self, work_units: fails)
+    with pytest.raises(GdntuneError, match="gdn_decode failed: RuntimeError: out of luck") as caught:
+        call(case)
+    assert not isinstance(caught.value, UnsupportedProblem)
 
 
 def test_heads_that_do_not_divide_are_refused():
@@ -214,23 +309,65 @@ def test_head_sizes_that_no_kernel_serves_are_refused():
     refused("K=80: accepted are 64, 96, 128, 256", call, case, initial_state=torch.zeros(3, 4, 128, 80))
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "match"),
-    [
-        ("initial_state_indices", [0, 1, 99], "initial_state_indices.*99.*slots"),
-        ("output_state_indices", [0, 1, 1], "two requests would write one slot"),
-    ],
-)
-def test_checked_mode_reads_the_indices(field, value, match, monkeypatch):
-    """GDNTUNE_CHECK=1 raises for what a kernel clamps: indices outside the pool, two requests that write one slot."""
+@pytest.fixture
+def checked(monkeypatch):
+    """GDNTUNE_CHECK=1 for one test."""
     monkeypatch.setenv("GDNTUNE_CHECK", "1")
     ops._checking.cache_clear()
-    try:
-        case = make_case(Problem(CONTRACTS["T=1 pool"], 3, 2, 4), "cpu")
-        refused(match, call, case, **{field: torch.tensor(value, dtype=torch.int32)})
-    finally:
-        monkeypatch.delenv("GDNTUNE_CHECK")
-        ops._checking.cache_clear()
+    yield
+    monkeypatch.undo()
+    ops._checking.cache_clear()
+
+
+# each of the contract's case with B=3 and distinct slots in order
+VALUES = {
+    "slot outside": (ONE, {"initial_state_indices": [0, 1, 99]}, r"initial_state_indices\[2\] is 99: accepted are 0 to 2"),
+    "written slot outside": (ONE, {"output_state_indices": [0, 1, 3]}, r"output_state_indices\[2\] is 3: accepted are 0 to 2"),
+    "slot written twice": (ONE, {"output_state_indices": [0, 1, 1]}, r"output_state_indices\[2\] is 1, as is .*two requests would write one slot"),
+    "slot read and written": (ONE, {"output_state_indices": [1, 0, 2]}, r"output_state_indices\[1\] is 0, the slot that request 0 starts from"),
+    "column outside": (SLOTS, {"ssm_state_indices": [[0, 1, 2], [3, 4, 5], [6, 7, 9]]}, r"ssm_state_indices\[2\] is 9: accepted are 0 to 8 .*row 2"),
+    "column written twice": (SLOTS, {"ssm_state_indices": [[0, 1, 2], [3, 4, 5], [6, 7, 4]]}, r"ssm_state_indices\[2, 2\] is 4, as is ssm_state_indices\[1, 1\]"),
+    "accepted too many": (SLOTS, {"num_accepted_tokens": [1, 2, 4]}, r"num_accepted_tokens\[2\] is 4: accepted are 0 to 3"),
+    "accepted negative": (SLOTS, {"num_accepted_tokens": [1, -1, 3]}, r"num_accepted_tokens\[1\] is -1: accepted are 0 to 3"),
+    "row outside": ("indexed update", {"intermediate_state_indices": [0, 1, 3]}, r"intermediate_state_indices\[2\] is 3: accepted are 0 to 2"),
+    "row written twice": ("indexed update", {"intermediate_state_indices": [0, 1, 1]}, "intermediate_state_indices names a row twice"),
+    "bounds from elsewhere": (RAGGED, {"cu_seqlens": [1, 4, 8, 12]}, "cu_seqlens runs from 1 to 12: accepted is from 0"),
+    "bounds beyond": (RAGGED, {"cu_seqlens": [0, 4, 8, 13]}, "cu_seqlens runs from 0 to 13: accepted is .*12 rows"),
+    "bounds backwards": (RAGGED, {"cu_seqlens": [0, 4, 3, 7]}, "cu_seqlens gives request 1 -1 tokens: accepted are 0 to max_tokens=4"),
+    "too many tokens": (RAGGED, {"cu_seqlens": [0, 5, 8, 12]}, "cu_seqlens gives request 0 5 tokens: accepted are 0 to max_tokens=4"),
+    "64 bits": (ONE, {"initial_state_indices": [0, 1, 2**32 + 2]}, "initial_state_indices has values from 0 to 4294967298: accepted are those of int32"),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("name", VALUES)
+def test_checked_mode_reads_what_lies_on_the_device(name):
+    """GDNTUNE_CHECK=1 raises for what a kernel clamps, or leaves to chance."""
+    kind, changes, match = VALUES[name]
+    case = make_case(Problem(CONTRACTS[kind], 3, 2, 4), "cpu", permute=False)
+    tensors = {field: torch.tensor(x) for field, x in changes.items()}
+    assert "found by GDNTUNE_CHECK=1" in refused(match, call, case, **tensors)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_checked_mode_lets_right_calls_pass(name):
+    """A right call, padding and lengths of 0 among its requests, gives with GDNTUNE_CHECK=1 what it gives without."""
+    contract = CONTRACTS[name]
+    options = {"split": True, "padding": 0.3, "null_index": 0, "index_dtype": torch.int64} if contract.pool else {}
+    if contract.ragged:
+        options["lengths"] = [0, 4, 1, 2]
+    truth = Truth(make_case(Problem(contract, 4, 2, 4), "cpu", seed=4, **options))
+    case = truth.before.clone()
+    call(case)
+    truth.judge(case).require()
+
+
+@pytest.mark.usefixtures("checked")
+def test_checked_mode_refuses_shapes_in_the_same_words():
+    """What a compiled call would refuse is found before it is called."""
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
+    refused(r"initial_state_indices has shape \(2,\).*\[3\]", call, case, initial_state_indices=int32(2))
 
 
 def test_batch_invariant_gives_the_same_bits_in_any_batch():

@@ -16,8 +16,8 @@ from gdntune.journal import Build, Cell, Check, Trial
 from gdntune.problem import Problem
 from gdntune.render.document import Grid
 from gdntune.render.markdown import markdown
-from gdntune.render.sections import geometric_mean, number
 from gdntune.render.terminal import shade
+from gdntune.render.words import geometric_mean, number
 from gdntune.report import COLUMNS, report
 
 FAILED = (

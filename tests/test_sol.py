@@ -12,7 +12,7 @@ from gdntune import arch, sol
 from gdntune.errors import MeasurementError, UnsupportedProblem
 from gdntune.problem import Contract, Problem
 
-PUBLISHED = Path(__file__).parent / "data" / "flashinfer_b200.csv"
+PUBLISHED = Path(sol.__file__).parent / "data" / "flashinfer_pr_3127.csv"
 H100 = arch.target("sm_90a")
 
 

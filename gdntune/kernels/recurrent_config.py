@@ -163,7 +163,8 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
         legal = [s for s in _candidates(c) if not refuse(c, s)]
     if not legal:
         raise UnsupportedProblem(f"no setting of recurrent serves {c.key()}: {refuse(c, Knobs(32, 1, 8, 16, 128))}")
-    # H100, HV=64: small tiles while the heads are fewer than the SMs; with many tokens and heads the whole head, so that q and k are staged once
+    # H100, HV=64: small tiles while the heads are fewer than the SMs; with many tokens and heads the whole head, so that q and k are
+    # staged once
     loop = compiled_tokens(c) > 1
     heads = work_units / device.sm_count
     if c.layout == "v_last":

@@ -142,9 +142,10 @@ def _bind_mtp(case: Case) -> Bound:
 
 
 def _refuse_v_last(p: Problem) -> str | None:
-    c = p.contract
-    one = {"tokens": (1,), "mode": ("update",), "intermediate": ("none",)}
-    return _fault(c, layout="v_last", state_dtype=("fp32",), **one) or _too_large(p)
+    fault = _fault(
+        p.contract, layout="v_last", state_dtype=("fp32",), tokens=(1,), mode=("update",), intermediate=("none",)
+    )
+    return fault or _too_large(p)
 
 
 def _bind_v_last(case: Case) -> Bound:
@@ -224,7 +225,14 @@ def _bind_kda(case: Case) -> Bound:
         "beta_is_logit": c.beta == "logit",
         "backend": "cute-dsl",
     }
-    rows: dict[str, Tensor] = {"q": case.q, "k": case.k, "v": case.v, "g": case.a, "beta": case.b, "output": case.output}
+    rows: dict[str, Tensor] = {
+        "q": case.q,
+        "k": case.k,
+        "v": case.v,
+        "g": case.a,
+        "beta": case.b,
+        "output": case.output,
+    }
     slots: Tensor | None = None
     if c.pool:
         # Without cu_seqlens it would copy the slots' states out of the pool and back.

@@ -92,10 +92,13 @@ class Peer:
         """The entries that serve a problem; where there are none, why."""
         faults = {entry.name: entry.refuse(problem) for entry in self.entries}
         found = [entry for entry in self.entries if faults[entry.name] is None]
-        reasons: dict[str | None, list[str]] = {}
+        reasons: dict[str, list[str]] = {}
         for name, fault in faults.items():
-            reasons.setdefault(fault, []).append(name)
-        return found, "; ".join(f"{listed(names)}: {fault}" for fault, names in reasons.items() if fault)
+            reasons.setdefault(fault or "", []).append(name)
+        # That another op's functions do not serve this one goes without saying, where there are others.
+        other_op = f"op={problem.contract.op}"
+        telling = {fault: names for fault, names in reasons.items() if not fault.startswith(other_op)} or reasons
+        return found, "; ".join(f"{listed(names)}: {fault}" for fault, names in telling.items() if fault)
 
     def variant(self, entry: Entry | None = None, problem: Problem | None = None) -> Variant:
         """What a trial of it is recorded as: of an entry, or of the whole peer."""
@@ -112,12 +115,14 @@ def imported(module: str, name: str) -> Any:
     """A function of a peer; ToolMissing says why there is none."""
     try:
         found = getattr(importlib.import_module(module), name, None)
-    except Exception as e:  # noqa: BLE001  whatever another library raises at import means that it cannot be used
+    except Exception as e:
         raise ToolMissing(
             f"{module} cannot be imported ({type(e).__name__}: {e}); install what it lacks, or leave this peer out"
         ) from e
     if found is None:
-        raise ToolMissing(f"{module} has no {name}: its requirements are not met here, or this version has another name")
+        raise ToolMissing(
+            f"{module} has no {name}: its requirements are not met here, or this version has another name"
+        )
     return found
 
 
@@ -149,7 +154,9 @@ def slots_of(case: Case) -> Tensor:
     if read is None:
         return torch.arange(case.problem.B, dtype=torch.int32, device=case.q.device)
     if write is not None and not torch.equal(read, write):
-        raise UnsupportedProblem("read_index differs from write_index: this call knows one slot a request; pass equal ones")
+        raise UnsupportedProblem(
+            "read_index differs from write_index: this call knows one slot a request; pass equal ones"
+        )
     return read
 
 

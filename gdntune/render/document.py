@@ -50,11 +50,15 @@ Block = Text | Bullets | Code | Grid
 
 
 class Section(NamedTuple):
-    """A heading and its blocks. detail: left out where there is little room."""
+    """A heading and its blocks. detail: left out where there is little room.
+
+    subject: the run, and the contract without T or the publication, where a page has pictures of it.
+    """
 
     title: str
     blocks: tuple[Block, ...]
     detail: bool = False
+    subject: tuple[str, str] | None = None
 
 
 class Document(NamedTuple):

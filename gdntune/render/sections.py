@@ -3,21 +3,31 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from gdntune import arch
 from gdntune.journal import Build, Cell, Check, Record, Trial
 from gdntune.problem import Contract
+from gdntune.render import peers
 from gdntune.render.document import Block, Bullets, Code, Document, Grid, Section, Text
+from gdntune.render.words import (
+    MISSING,
+    bound_mark,
+    cell_words,
+    contract_short,
+    contract_words,
+    geometric_mean,
+    number,
+    ratio,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from gdntune.report import Source
 
-MISSING = "-"
 # Tables of B x T are split by T so that a line stays within document.WIDTH.
 TOKENS_A_TABLE = 8
 L2_POLICIES = {
@@ -35,19 +45,26 @@ TIMERS = {
 }
 
 
-def document(sources: "Sequence[Source]", frame: "pd.DataFrame") -> Document:
-    """The whole report."""
+def document(
+    sources: "Sequence[Source]", frame: "pd.DataFrame", letters: "Letters", more: Sequence[Section] = ()
+) -> Document:
+    """The whole report. letters: filled with the variants that its tables name. more: sections after the contracts'."""
     chosen = frame[frame["chosen"]]
-    letters = _Letters()
     sections = [Section("Summary", tuple(_summary(sources, frame, chosen)))]
+    for source in sources:
+        title = f"Peers of {source.name}" if len(sources) > 1 else "Peers"
+        sections.append(Section(title, tuple(peers.blocks(frame[frame["run"] == source.name], source.records))))
     sections += _failures(sources)
     for source in sources:
-        for base in sorted({c.replace(tokens=1) for c in _contracts(source)}):
+        for base in bases(source):
             words = contract_words(base)
             title = f"{source.name}: {words}" if len(sources) > 1 else words
-            part = _of_contract(chosen[chosen["run"] == source.name], base)
-            sections.append(Section(title, tuple(_contract_blocks(part, letters))))
+            part = of_contract(chosen[chosen["run"] == source.name], base)
+            others = of_contract(peers.rivals(frame[frame["run"] == source.name]), base)
+            blocks = tuple(_contract_blocks(part, letters, others))
+            sections.append(Section(title, blocks, subject=(source.name, base.key())))
     sections += _differences(sources, chosen, letters)
+    sections += more
     sections.append(Section("How to read the tables", tuple(_reading(sources, chosen)), detail=True))
     for source in sources:
         title = f"Environment of {source.name}" if len(sources) > 1 else "Environment"
@@ -72,7 +89,8 @@ def _summary(sources: "Sequence[Source]", frame: "pd.DataFrame", chosen: "pd.Dat
             f"{prefix}{len(mine)} of {len(cells)} cells (a contract at a number of work units, B*HV) have a tuned variant on "
             f"{device.name} ({device.arch}, {device.sm_count} {units}), timed by `{policy.get('timer')}` under `{policy.get('l2')}`."
         )
-        lines = [*_ratio_lines(mine), _work_line(source)]
+        lines = [*_ratio_lines(mine), *peers.lines(frame[frame["run"] == source.name], source.records)]
+        lines.append(_work_line(source))
         throttled = sum(bool(arch.THROTTLES & _reasons(r)) for r in source.records if isinstance(r, Cell))
         if throttled:
             lines.append(f"{throttled} cells were timed while heat or power held the clocks down.")
@@ -91,14 +109,14 @@ def _ratio_lines(mine: "pd.DataFrame") -> Iterator[str]:
         worst = over.loc[over["over_floor"].idxmax()]
         yield (
             f"Time over the floor (a kernel that only moves the same state bytes, same run): {geometric_mean(over['over_floor']):.3f} "
-            f"in the geometric mean, {worst['over_floor']:.3f} at worst ({_cell_words(worst)})."
+            f"in the geometric mean, {worst['over_floor']:.3f} at worst ({cell_words(worst)})."
         )
     gain = mine[mine["speedup_over_default"].notna()]
     if len(gain):
         best = gain.loc[gain["speedup_over_default"].idxmax()]
         yield (
             f"Against the kernels' default rule: {geometric_mean(gain['speedup_over_default']):.3f} times as fast in the geometric "
-            f"mean, {best['speedup_over_default']:.3f} at best ({_cell_words(best)})."
+            f"mean, {best['speedup_over_default']:.3f} at best ({cell_words(best)})."
         )
     share = mine[mine["sol"].notna()]
     if len(share):
@@ -110,7 +128,8 @@ def _ratio_lines(mine: "pd.DataFrame") -> Iterator[str]:
 def _work_line(source: "Source") -> str:
     parts = []
     for kind, what in ((Build, "objects compiled"), (Check, "checks against the fp64 reference"), (Trial, "timings")):
-        records = [r for r in source.records if isinstance(r, kind)]
+        # A peer without a time has a line of its own.
+        records = [r for r in source.records if isinstance(r, kind) and not _is_peers(r)]
         failed = sum(r.status != "ok" for r in records)
         parts.append(f"{len(records)} {what} ({failed} failed)")
     seconds = sum(r.seconds for r in source.records if isinstance(r, Cell))
@@ -122,7 +141,7 @@ def _failures(sources: "Sequence[Source]") -> list[Section]:
     example: dict[tuple[str, str], tuple[str, str]] = {}
     for source in sources:
         for r in source.records:
-            if r.status == "ok":
+            if r.status == "ok" or _is_peers(r):
                 continue
             # The same fault names other numbers each time.
             reason = " ".join(r.reason.split()) or r.status
@@ -148,7 +167,7 @@ def _subject(record: Record) -> str:
 # -- a contract's tables
 
 
-def _contract_blocks(chosen: "pd.DataFrame", letters: "_Letters") -> Iterator[Block]:
+def _contract_blocks(chosen: "pd.DataFrame", letters: "Letters", others: "pd.DataFrame") -> Iterator[Block]:
     if not len(chosen):
         yield Text("No cell of this contract has a checked variant with final samples.")
         return
@@ -159,6 +178,14 @@ def _contract_blocks(chosen: "pd.DataFrame", letters: "_Letters") -> Iterator[Bl
         yield from _grids("Time over the floor", cells, lambda c: ratio(c["over_floor"]))
     if chosen["speedup_over_default"].notna().any():
         yield from _grids("Speed-up over the default rule", cells, lambda c: ratio(c["speedup_over_default"]))
+    for kernel in peers.names(others):
+        theirs = {(r["tokens"], r["B"], r["HV"]): r for _, r in others[others["kernel"] == kernel].iterrows()}
+
+        def gain(c: Any, theirs: dict[tuple[int, int, int], Any] = theirs) -> str:
+            found = theirs.get((c["tokens"], c["B"], c["HV"]))
+            return MISSING if found is None else ratio(found["chosen_speedup"])
+
+        yield from _grids(f"Speed-up over {kernel.removeprefix(peers.PREFIX)}", cells, gain)
     yield from _grids("Which variant was chosen", cells, lambda c: letters[c["variant"]])
     counts = Counter(chosen["variant"])
     legend = sorted(counts, key=lambda name: (len(letters[name]), letters[name]))
@@ -182,11 +209,10 @@ def _grids(caption: str, cells: dict[tuple[int, int, int, int], Any], show: Call
 def _share(cell: Any) -> str:
     if math.isnan(cell["sol"]):
         return MISSING
-    mark = {"latency-bound": " l", "L2-assisted": " c"}.get(cell["bound"], "  ")
-    return f"{100 * cell['sol']:.1f}{mark}"
+    return f"{100 * cell['sol']:.1f}{bound_mark(cell['bound'])}"
 
 
-def _differences(sources: "Sequence[Source]", chosen: "pd.DataFrame", letters: "_Letters") -> list[Section]:
+def _differences(sources: "Sequence[Source]", chosen: "pd.DataFrame", letters: "Letters") -> list[Section]:
     """Where two runs on one device, under different policies, choose differently."""
     sections = []
     for one, other in combinations(sources, 2):
@@ -203,7 +229,7 @@ def _differences(sources: "Sequence[Source]", chosen: "pd.DataFrame", letters: "
         names = [f"{s.run.policy.get('timer')}/{s.run.policy.get('l2')}" for s in (one, other)]
         rows = tuple(
             (
-                _contract_short(left[key]),
+                contract_short(left[key]),
                 f"{left[key]['B']} x {left[key]['HV']}",
                 letters[left[key]["variant"]],
                 number(left[key]["median_us"]),
@@ -237,6 +263,8 @@ def _reading(sources: "Sequence[Source]", chosen: "pd.DataFrame") -> Iterator[Bl
     lines.append(
         "Each variant agreed with an fp64 reference before it was timed. B is the batch, T the tokens of a call, HV the value heads."
     )
+    if any(_is_peers(r) for s in sources for r in s.records):
+        lines.append(peers.READING)
     bounds = Counter(chosen["bound"])
     if bounds:
         lines.append("Cells by bound: " + ", ".join(f"{n} {name}" for name, n in sorted(bounds.items())) + ".")
@@ -277,33 +305,10 @@ def _reproduce(sources: "Sequence[Source]") -> Iterator[Block]:
     yield Code("\n".join([*commands, "gdntune report RUN... --format md"]))
 
 
-# -- words and numbers
+# -- helpers
 
 
-def contract_words(c: Contract) -> str:
-    """A contract without T, as a heading says it."""
-    said = ("op", "tokens", "state_dtype", "input_dtype", "mode")
-    rest = [part for part in c.key().split(".") if "=" in part and part.partition("=")[0] not in said]
-    return ", ".join([c.op, f"{c.state_dtype} state", f"{c.input_dtype} input", f"mode {c.mode}", *rest])
-
-
-def number(us: float) -> str:
-    """A time in four digits."""
-    return MISSING if math.isnan(us) else f"{us:.2f}" if us < 100 else f"{us:.1f}" if us < 1000 else f"{us:.0f}"
-
-
-def ratio(value: float) -> str:
-    """A ratio of times."""
-    return MISSING if math.isnan(value) else f"{value:.2f}" if value < 100 else f"{value:.0f}"
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """Of positive numbers, at least one."""
-    logs = [math.log(v) for v in values]
-    return math.exp(math.fsum(logs) / len(logs))
-
-
-class _Letters(dict[str, str]):
+class Letters(dict[str, str]):
     """A short name for each variant, A, B, ... Z, AA, ..., in the order in which they are asked for; the same in all tables."""
 
     def __missing__(self, name: str) -> str:
@@ -315,13 +320,16 @@ class _Letters(dict[str, str]):
         return letters
 
 
-def _contracts(source: "Source") -> set[Contract]:
-    return {
+def bases(source: "Source") -> list[Contract]:
+    """A sweep's contracts without T: a section each."""
+    found = {
         r.contract if isinstance(r, Check) else r.problem.contract for r in source.records if not isinstance(r, Build)
     }
+    return sorted({c.replace(tokens=1) for c in found})
 
 
-def _of_contract(frame: "pd.DataFrame", base: Contract) -> "pd.DataFrame":
+def of_contract(frame: "pd.DataFrame", base: Contract) -> "pd.DataFrame":
+    """The rows of a contract at every T."""
     for name in Contract.__struct_fields__:
         if name != "tokens":
             frame = frame[frame[name] == getattr(base, name)]
@@ -332,15 +340,10 @@ def _contract_of(cell: Any) -> tuple[Any, ...]:
     return tuple(cell[name] for name in Contract.__struct_fields__)
 
 
-def _contract_short(cell: Any) -> str:
-    extra = (
-        "" if cell["mode"] == "update" and cell["intermediate"] == "none" else f" {cell['mode']} {cell['intermediate']}"
-    )
-    return f"{cell['op']} T={cell['tokens']} {cell['state_dtype']}{extra}"
-
-
-def _cell_words(cell: Any) -> str:
-    return f"{_contract_short(cell)}, B={cell['B']}, HV={cell['HV']}"
+def _is_peers(record: Record) -> bool:
+    """Whether a record is a peer's timing, or its check."""
+    name = record.variant if isinstance(record, Check) else getattr(getattr(record, "variant", None), "kernel", "")
+    return name.startswith(peers.PREFIX)
 
 
 def _reasons(cell: Cell) -> frozenset[str]:

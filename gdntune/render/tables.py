@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gdntune.render.document import Block, Bullets, Document, Grid, Section, Text
-from gdntune.render.sections import MISSING, contract_words, number, ratio
+from gdntune.render.words import MISSING, contract_words, number, ratio
 from gdntune.table import Interval, Rule, Table
 
 

@@ -1,0 +1,360 @@
+"""The bench: other libraries' kernels beside ours, in one measurement a cell. Journals like a sweep; what fails is a row with its reason.
+
+The parent plans and journals; the timing process checks and times, so that a peer that crashes it costs itself alone.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from gdntune import bench_session, kernels, peers, session
+from gdntune.arch import Device, software
+from gdntune.bench_session import Found, Named, Probe
+from gdntune.build import Built, compile_objects
+from gdntune.config import Config
+from gdntune.derive import derive
+from gdntune.dispatch import Runtime
+from gdntune.errors import GdntuneError, JournalError, MeasurementError
+from gdntune.journal import FILE, Build, Cell, Check, Journal, Record, Run, Trial, digest, now
+from gdntune.kernels.spec import Variant
+from gdntune.problem import Contract, Problem
+from gdntune.search import (
+    CELL_GRACE_S,
+    CHECK_EACH_S,
+    CHECK_TIMEOUT_S,
+    THROTTLE_RETRIES,
+    Child,
+    Crashed,
+    Progress,
+    failures,
+)
+from gdntune.store import ObjectSpec, Store, object_spec
+from gdntune.table import Table, save
+from gdntune.timing import Policy
+
+# A peer's first call at a shape compiles, and the first of all imports its library.
+PROBE_TIMEOUT_S = 300.0
+QUICK_ROUNDS = 2
+
+
+class Outcome(NamedTuple):
+    """A finished bench. table: of our choices as measured here; None where no cell has one. timed: cells with times of ours."""
+
+    table: Table | None
+    run: Run
+    records: list[Record]
+    notes: list[str]
+    timed: int
+
+
+def bench(
+    config: Config,
+    folder: Path,
+    *,
+    peer_names: Sequence[str],
+    device: Device,
+    index: int = 0,
+    store: Store,
+    table: Path | None = None,
+    rounds: int | None = None,
+    jobs: int | None = None,
+    policy: Policy | None = None,
+    progress: Progress | None = None,
+    command: str = "",
+) -> Outcome:
+    """Times a config's cells: the table's choice, the default rule's, the floor and each peer, interleaved.
+
+    table: instead of the one in use. rounds: instead of the config's final_rounds. Writes folder/journal.jsonl and folder/table.json,
+    or goes on where the journal ends. Raises GdntuneError for a peer that is not known, a journal of another bench, a folder in use.
+    """
+    if rounds is not None:
+        config = msgspec.structs.replace(config, search=msgspec.structs.replace(config.search, final_rounds=rounds))
+    runtime = Runtime(device, store)
+    if table is not None:
+        runtime.use(table)
+    found = [peers.get(name) for name in dict.fromkeys(peer_names)]
+    named = dict(zip(dict.fromkeys(peer_names), found, strict=True))
+    return _Bench(
+        config, Path(folder), named, device, index, store, runtime, jobs, policy or config.policy,
+        progress or Progress(), command,
+    ).run()  # fmt: skip
+
+
+class _Bench:
+    def __init__(
+        self, config: Config, folder: Path, named: dict[str, peers.Peer], device: Device, index: int, store: Store,
+        runtime: Runtime, jobs: int | None, policy: Policy, progress: Progress, command: str,
+    ):  # fmt: skip
+        self.config, self.folder, self.peers, self.device, self.index = config, folder, named, device, index
+        self.store, self.runtime, self.jobs, self.policy = store, runtime, jobs, policy
+        self.progress, self.command = progress, command
+        self.notes: list[str] = []
+        self.ours = {p: self._ours(p) for p in config.problems()}
+        self.floors = {c: list(kernels.variants(c, device, "floor")) for c in config.all_contracts()}
+        self.child: Child
+
+    def _ours(self, problem: Problem) -> list[Variant]:
+        """The variant that the runtime would call, then the default rule's where that is another."""
+        choice = self.runtime.bind(problem.contract).choice(problem.work_units).variant
+        default = kernels.default(problem.contract, problem.work_units, self.device)
+        return [choice] if choice.id == default.id else [choice, default]
+
+    def run(self) -> Outcome:
+        if self.device.kind == "cpu":
+            self.policy.resolve(self.device)
+        built = self._compile()
+        bundles = tuple(str(path) for path, _ in self.store.bundles)
+        start = session.Start(self.device, self.index, str(self.store.root), bundles, self.policy)
+        with Child(start) as self.child:
+            fresh = not (self.folder / FILE).exists()
+            resolved = self.child.run(session.resolve_task, fresh, timeout=CHECK_TIMEOUT_S)
+            if isinstance(resolved, Crashed):
+                raise MeasurementError(f"the timing process does not start: {resolved.reason}")
+            policy, note, peaks = resolved
+            self.notes += [note] if note else []
+            header = Run(
+                config=self.config.name,
+                config_sha256=self.config.sha256,
+                device=self.device,
+                software={**software(), **self._origins()},
+                policy={"timer": policy.timer, "l2": policy.l2},
+                kernels=kernels.fingerprints(self.device.kind),
+                peaks={name: round(value, 1) for name, value in peaks.items()},
+                started=now(),
+                command=self.command,
+            )
+            with Journal.open(self.folder, header) as journal:
+                self._drop_unbuilt(journal, built)
+                self._check(journal)
+                self._time(journal)
+                return self._finish(journal)
+
+    def _ask(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> Any:
+        """A task's result, or Crashed where it raised, crashed or hung."""
+        try:
+            return self.child.run(function, *arguments, timeout=timeout)
+        except GdntuneError as e:
+            return Crashed("failed", f"{type(e).__name__}: {e}")
+
+    def _origins(self) -> dict[str, str]:
+        """Whose word the choices are, and the peers' versions, so that a journal holds one of each."""
+        found = {}
+        for op in sorted({c.op for c in self.config.all_contracts()}):
+            source = self.runtime.source(op)
+            said = "none: the default rule"
+            if source is not None:
+                said = f"{source.path.name} sha256 {hashlib.sha256(source.path.read_bytes()).hexdigest()[:16]}"
+            found[f"table for {op}"] = said
+        for peer in self.peers.values():
+            found[f"peer {peer.name}"] = "not installed" if peer.absent() else peer.version()
+        return found
+
+    # -- compile and check our own
+
+    def _compile(self) -> dict[str, Built]:
+        pairs: dict[str, tuple[ObjectSpec, str]] = {}
+
+        def add(contract: Contract, variant: Variant, label: str | None = None) -> None:
+            kernel = kernels.get(variant.kernel)
+            spec = object_spec(kernel, contract, variant, self.device, label=label)
+            pairs.setdefault(spec.key, (spec, kernel.compiler))
+
+        if self.device.kind == "cuda":
+            add(*kernels.flush(), label="flush")
+        for problem, variants in self.ours.items():
+            for variant in variants:
+                add(problem.contract, variant)
+        for contract, variants in self.floors.items():
+            for variant in variants:
+                add(contract, variant)
+        self.progress.start("compile", len(pairs))
+        built = compile_objects(pairs.values(), self.store, jobs=self.jobs, on_done=lambda _: self.progress.step())
+        self.progress.end()
+        return {b.spec.key: b for b in built}
+
+    def _drop_unbuilt(self, journal: Journal, built: dict[str, Built]) -> None:
+        seen = {(r.object_key, r.reason) for r in journal.records if isinstance(r, Build)}
+        for key, b in built.items():
+            if (key, b.reason) not in seen:
+                m = b.manifest
+                journal.append(
+                    Build(kernel=b.spec.kernel, variant=b.spec.label, object_key=key, status="ok" if b.ok else "failed",
+                        reason=b.reason, seconds=m.seconds if m else 0.0, registers=m.registers if m else None,
+                        spill_bytes=m.spill_bytes if m else None, shared_bytes=m.shared_bytes if m else None,
+                        cached=b.cached)
+                )  # fmt: skip
+
+        def is_built(contract: Contract, v: Variant) -> bool:
+            return built[object_spec(kernels.get(v.kernel), contract, v, self.device).key].ok
+
+        self.ours = {p: [v for v in variants if is_built(p.contract, v)] for p, variants in self.ours.items()}
+        self.floors = {c: [v for v in variants if is_built(c, v)] for c, variants in self.floors.items()}
+
+    def _check(self, journal: Journal) -> None:
+        """Checks our variants as a sweep does: together, and one by one where that takes the process down."""
+        known = {(r.contract, r.variant): r.status for r in journal.records if isinstance(r, Check)}
+        todo: dict[Contract, dict[str, Variant]] = {}
+        for problem, variants in self.ours.items():
+            for v in variants:
+                if (problem.contract, v.id) not in known:
+                    todo.setdefault(problem.contract, {})[v.id] = v
+        self.progress.start("check", len(todo))
+        for contract, wanted in todo.items():
+            variants = list(wanted.values())
+            records = self._checked(contract, variants)
+            if records is None:
+                records = [record for v in variants for record in self._checked(contract, [v]) or []]
+            journal.extend(records)
+            known |= {(r.contract, r.variant): r.status for r in records}
+            self.progress.step()
+        self.progress.end()
+        self.ours = {
+            p: [v for v in variants if known.get((p.contract, v.id)) == "ok"] for p, variants in self.ours.items()
+        }
+
+    def _checked(self, contract: Contract, variants: list[Variant]) -> list[Check] | None:
+        """The checks; None where several took the process down together."""
+        limit = CHECK_TIMEOUT_S + CHECK_EACH_S * len(variants)
+        got = self._ask(session.check_task, contract, variants, timeout=limit)
+        if not isinstance(got, Crashed):
+            return [
+                Check(contract=contract, variant=v.id, status="ok" if ok else "failed", reason="" if ok else worst,
+                    error=error, seconds=round(s, 4))
+                for v, (ok, worst, error, s) in zip(variants, got, strict=True)
+            ]  # fmt: skip
+        if len(variants) > 1:
+            return None
+        return [Check(contract=contract, variant=variants[0].id, status=got.status, reason=got.reason)]  # type: ignore[arg-type]
+
+    # -- time
+
+    def _time(self, journal: Journal) -> None:
+        done = {r.problem for r in journal.records if isinstance(r, Cell)}
+        todo = [p for p in self.config.problems() if p not in done]
+        self.progress.start("time", len(todo))
+        for problem in todo:
+            if self.ours[problem]:
+                records, entries = self._probed(problem)
+                records += self._timed(problem, entries)
+            else:
+                reason = "no variant of ours compiled and passed its check"
+                records = [Cell(problem=problem, status="failed", reason=reason)]
+            journal.extend(records)
+            self.progress.step()
+        self.progress.end()
+
+    def _probed(self, problem: Problem) -> tuple[list[Record], list[Named]]:
+        """The peers' entries that may be timed here, each called once and checked; for the others a row with its reason."""
+        records: list[Record] = []
+        ready: list[Named] = []
+        for name, peer in self.peers.items():
+            reason = peer.absent()
+            if reason is None and peer.device != self.device.kind:
+                reason = f"runs on {peer.device} alone, this device is {self.device.name} ({self.device.kind})"
+            entries: list[peers.Entry] = []
+            if reason is None:
+                entries, reason = peer.serving(problem)
+            if not entries:
+                records.append(_lost(problem, peer.variant(), Crashed("failed", reason or "it has no entries")))
+            for entry in entries:
+                got = self._ask(bench_session.probe_task, problem, (name, entry.name), timeout=PROBE_TIMEOUT_S)
+                variant = peer.variant(entry, problem)
+                if isinstance(got, Probe) and got.status == "ok":
+                    check = Check(contract=problem.contract, variant=variant.id, status="ok", error=got.error,
+                        seconds=got.seconds)  # fmt: skip
+                    records.append(check)
+                    ready.append((name, entry.name))
+                else:
+                    records.append(_lost(problem, variant, got))
+        return records, ready
+
+    def _timed(self, problem: Problem, entries: list[Named]) -> list[Record]:
+        """Times a cell; after a crash without the entries that bring it about, each of which becomes a row that says so."""
+        ours, floors, search = self.ours[problem], self.floors[problem.contract], self.config.search
+        got: Any = None
+        for _ in range(1 + THROTTLE_RETRIES):
+            got = self._measure(problem, ours, floors, entries, search)
+            if not (isinstance(got, Found) and got.throttled):
+                break
+        if isinstance(got, Found):
+            return self._cell(problem, ours, entries, got)
+        quick = msgspec.structs.replace(search, final_rounds=QUICK_ROUNDS)
+        if not entries or not isinstance(self._measure(problem, ours, floors, [], quick), Found):
+            # Without them it fails too: it is not theirs.
+            return [Cell(problem=problem, status="failed", reason=got.reason)]
+        alone = {e: self._measure(problem, ours[:1], [], [e], quick) for e in entries}
+        bad = {e: crash for e, crash in alone.items() if isinstance(crash, Crashed)}
+        if not bad:
+            together = Crashed(got.status, f"with others in one measurement, though not alone: {got.reason}")
+            bad = dict.fromkeys(entries, together)
+        records: list[Record] = [_lost(problem, self._variant(e, problem), crash) for e, crash in bad.items()]
+        return records + self._timed(problem, [e for e in entries if e not in bad])
+
+    def _measure(
+        self, problem: Problem, ours: list[Variant], floors: list[Variant], entries: list[Named], search: Any
+    ) -> Found | Crashed:
+        limit = search.max_cell_seconds + CELL_GRACE_S + PROBE_TIMEOUT_S * bool(entries)
+        found: Found | Crashed = self._ask(
+            bench_session.time_task, problem, ours, floors, entries, search, timeout=limit
+        )
+        return found
+
+    def _variant(self, named: Named, problem: Problem) -> Variant:
+        peer = self.peers[named[0]]
+        return peer.variant(peer.entry(named[1]), problem)
+
+    def _cell(self, problem: Problem, ours: list[Variant], entries: list[Named], got: Found) -> list[Record]:
+        timed: list[tuple[Any, Variant, list[float]]] = [
+            *(("decode", v, us) for v, us in zip(ours, got.ours, strict=True)),
+            *(("floor", v, us) for v, us in got.floors),
+            *(("peer", self._variant(e, problem), us) for e, us in zip(entries, got.peers, strict=True)),
+        ]
+        if got.throttled:
+            self.notes.append(f"{problem.key()}: timed while the device was throttled, twice")
+        return [
+            *(
+                Trial(problem=problem, variant=v, role=role, stage="final", status="ok", samples_us=us)
+                for role, v, us in timed
+            ),
+            Cell(
+                problem=problem,
+                status="ok",
+                reason="throttled" if got.throttled else "",
+                stop=got.stop,
+                seconds=round(got.seconds, 4),
+                clocks_before=msgspec.to_builtins(got.before),
+                clocks_after=msgspec.to_builtins(got.after),
+            ),
+        ]
+
+    # -- finish
+
+    def _finish(self, journal: Journal) -> Outcome:
+        records, run = journal.records, journal.run
+        self.notes += failures([r for r in records if not (isinstance(r, Trial) and r.role == "peer")])
+        # The choice is the runtime's, made before: with the default beside it `derive` would choose anew among the two.
+        choices = {p: variants[0].id for p, variants in self.ours.items() if variants}
+        alone = [
+            r
+            for r in records
+            if not isinstance(r, Trial)
+            or r.role == "floor"
+            or (r.role, r.variant.id) == ("decode", choices.get(r.problem))
+        ]
+        try:
+            table = derive(alone, run, regret=self.config.search.regret)
+        except (JournalError, MeasurementError) as e:
+            self.notes.append(str(e))
+            return Outcome(None, run, records, self.notes, 0)
+        evidence = msgspec.structs.replace(table.evidence, journal_sha256=digest(run, records))
+        table = msgspec.structs.replace(table, evidence=evidence)
+        save(table, self.folder / "table.json")
+        return Outcome(table, run, records, self.notes, table.evidence.cells)
+
+
+def _lost(problem: Problem, variant: Variant, end: Probe | Crashed) -> Trial:
+    """The row of a peer that has no times."""
+    return Trial(problem=problem, variant=variant, role="peer", stage="final", status=end.status, reason=end.reason)  # type: ignore[arg-type]

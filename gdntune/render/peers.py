@@ -1,0 +1,138 @@
+"""What a report says of peers: how much faster our choice is than each, where least, which have no times and why."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gdntune.journal import Record, Trial
+from gdntune.problem import Contract
+from gdntune.render.document import Block, Bullets, Grid, Text
+from gdntune.render.words import cell_words, geometric_mean, ratio
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PREFIX = "peer:"
+READING = (
+    "Peers are other libraries' functions, called on the same tensors within the same measurement. Each was first compared with "
+    "the reference at the cell's own sizes, by the relative norm of a few requests' outputs and states: 0.01 is accepted of 16-bit "
+    "values, 0.002 of fp32, more where an entry says so. A call of several kernels counts from the first one's start to the last "
+    "one's end. Where a peer has several functions for a cell, its fastest counts. Speed-ups are of medians."
+)
+
+
+def rivals(frame: "pd.DataFrame") -> "pd.DataFrame":
+    """The fastest timed entry of each peer at each cell, beside a choice of ours."""
+    timed = frame[(frame["role"] == "peer") & (frame["status"] == "ok") & frame["chosen_speedup"].notna()]
+    cell = ["run", "kernel", *Contract.__struct_fields__, "B", "H", "HV"]
+    return timed.sort_values([*cell, "median_us", "variant"]).drop_duplicates(cell)
+
+
+def names(frame: "pd.DataFrame") -> list[str]:
+    """The peers in a frame, by their kernels' names."""
+    return sorted(set(frame["kernel"]))
+
+
+def label(kernel: str, records: list[Record]) -> str:
+    """A peer's name with the version that was timed."""
+    for r in records:
+        if isinstance(r, Trial) and r.variant.kernel == kernel and r.status == "ok":
+            return f"{kernel.removeprefix(PREFIX)} {r.variant.knobs.get('version', '')}".strip()
+    return kernel.removeprefix(PREFIX)
+
+
+def compared(frame: "pd.DataFrame", records: list[Record]) -> Iterator[dict[str, Any]]:
+    """For each peer that was asked for: over how many cells, the geometric mean, the worst cell, and reasons for the others."""
+    best = rivals(frame)
+    asked = {r.variant.kernel for r in records if isinstance(r, Trial) and r.role == "peer"}
+    for kernel in sorted(asked):
+        mine = best[best["kernel"] == kernel]
+        slowest = mine.loc[mine["chosen_speedup"].idxmin()] if len(mine) else None
+        reasons = Counter(
+            f"{r.variant.id.removeprefix(PREFIX)}: {r.status}: {r.reason}"
+            for r in records
+            if isinstance(r, Trial) and r.variant.kernel == kernel and r.status != "ok"
+        )
+        yield {
+            "peer": label(kernel, records),
+            "cells": len(mine),
+            "geometric_mean": geometric_mean(mine["chosen_speedup"]) if len(mine) else None,
+            "worst": None if slowest is None else float(slowest["chosen_speedup"]),
+            "worst_cell": None if slowest is None else cell_words(slowest),
+            "slower": int((mine["chosen_speedup"] < 1).sum()),
+            "without_times": dict(reasons),
+        }
+
+
+def lines(frame: "pd.DataFrame", records: list[Record]) -> Iterator[str]:
+    """One line a peer for the summary: the geometric mean and the worst cell."""
+    for found in compared(frame, records):
+        if found["cells"]:
+            yield (
+                f"Against {found['peer']}: {found['geometric_mean']:.3f} times as fast in the geometric mean of {found['cells']} "
+                f"cells, {found['worst']:.3f} at worst ({found['worst_cell']}); slower at {found['slower']}."
+            )
+        else:
+            yield f"Against {found['peer']}: no cell has a time of it; see the section on peers."
+
+
+def blocks(frame: "pd.DataFrame", records: list[Record]) -> Iterator[Block]:
+    """The peers' own section: by kind of contract, those without times, and how each was called."""
+    best = rivals(frame)
+    if len(best):
+        yield Grid("Our choice against each peer", _HEADERS, tuple(_groups(best, records)), left=2)
+    lost = [r for r in records if isinstance(r, Trial) and r.role == "peer" and r.status != "ok"]
+    if lost:
+        yield from _lost(lost)
+    forms = {
+        r.variant.id: f"`{r.variant.id.removeprefix(PREFIX)}` {r.variant.knobs.get('version', '')}: {r.variant.knobs['form']}."
+        for r in records
+        if isinstance(r, Trial) and r.role == "peer" and r.status == "ok" and "form" in r.variant.knobs
+    }
+    if forms:
+        yield Text("How they were called:")
+        yield Bullets(tuple(forms[name] for name in sorted(forms)))
+
+
+_HEADERS = ("peer", "contract", "cells", "geometric mean", "worst", "at T, B x HV")
+
+
+def _kind(row: Any) -> str:
+    """The contract of a row in few letters, with T as 1 or more."""
+    unusual = ((row["mode"], "update"), (row["intermediate"], "none"), (row["layout"], "k_last"))
+    tokens = "T=1" if row["tokens"] == 1 else "T>1"
+    op = row["op"].removesuffix("_decode")
+    return " ".join([op, row["state_dtype"], tokens, *(value for value, usual in unusual if value != usual)])
+
+
+def _groups(best: "pd.DataFrame", records: list[Record]) -> Iterator[tuple[str, ...]]:
+    for kernel in names(best):
+        groups: dict[str, list[Any]] = {}
+        for _, row in best[best["kernel"] == kernel].iterrows():
+            groups.setdefault(_kind(row), []).append(row)
+        for kind, rows in groups.items():
+            worst = min(rows, key=lambda row: row["chosen_speedup"])
+            yield (
+                label(kernel, records),
+                kind,
+                str(len(rows)),
+                ratio(geometric_mean(row["chosen_speedup"] for row in rows)),
+                ratio(worst["chosen_speedup"]),
+                f"T={worst['tokens']}, {worst['B']} x {worst['HV']}",
+            )
+
+
+def _lost(lost: list[Trial]) -> Iterator[Block]:
+    """A row for each peer and reason; reasons that differ in numbers alone are one, with the first's numbers."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    example: dict[tuple[str, str, str], str] = {}
+    for r in lost:
+        reason = " ".join(r.reason.split()) or r.status
+        key = (r.variant.id.removeprefix(PREFIX), r.status, re.sub(r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#", reason)[:200])
+        counts[key] += 1
+        example.setdefault(key, reason)
+    ordered = sorted(counts, key=lambda key: (key[0], -counts[key], key))
+    rows = tuple((key[0], key[1], example[key], str(counts[key])) for key in ordered)
+    yield Grid("Peers without a time", ("peer", "status", "reason, of the first", "cells"), rows, left=3)
+    yield Bullets(tuple(f"`{key[0]}`: {example[key][:400]}" for key in ordered))

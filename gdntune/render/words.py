@@ -1,0 +1,50 @@
+"""The words and numbers of reports: contracts, cells, times and ratios, each said in one way."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from gdntune.problem import Contract
+
+MISSING = "-"
+
+
+def contract_words(c: Contract) -> str:
+    """A contract without T, as a heading says it."""
+    said = ("op", "tokens", "state_dtype", "input_dtype", "mode")
+    rest = [part for part in c.key().split(".") if "=" in part and part.partition("=")[0] not in said]
+    return ", ".join([c.op, f"{c.state_dtype} state", f"{c.input_dtype} input", f"mode {c.mode}", *rest])
+
+
+def number(us: float) -> str:
+    """A time in four digits."""
+    return MISSING if math.isnan(us) else f"{us:.2f}" if us < 100 else f"{us:.1f}" if us < 1000 else f"{us:.0f}"
+
+
+def ratio(value: float) -> str:
+    """A ratio of times."""
+    return MISSING if math.isnan(value) else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def bound_mark(bound: str) -> str:
+    """What stands after a share: ` l` where fixed costs decide, ` c` where the cache may have helped."""
+    return {"latency-bound": " l", "L2-assisted": " c"}.get(bound, "  ")
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of positive numbers, at least one."""
+    logs = [math.log(v) for v in values]
+    return math.exp(math.fsum(logs) / len(logs))
+
+
+def contract_short(cell: Any) -> str:
+    """The contract of a frame's row, with what is usual left out."""
+    extra = (
+        "" if cell["mode"] == "update" and cell["intermediate"] == "none" else f" {cell['mode']} {cell['intermediate']}"
+    )
+    return f"{cell['op']} T={cell['tokens']} {cell['state_dtype']}{extra}"
+
+
+def cell_words(cell: Any) -> str:
+    """The cell of a frame's row."""
+    return f"{contract_short(cell)}, B={cell['B']}, HV={cell['HV']}"

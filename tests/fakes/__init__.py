@@ -1,0 +1,1 @@
+"""Libraries that do not exist, for tests of peers; importable from the timing process too."""

@@ -1,0 +1,198 @@
+"""gdntune/bench.py: peers beside our choice, the default and the floor; what fails is a row that says so."""
+
+import csv
+import io
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from gdntune import arch, bench, config, kernels, report, table
+from gdntune.cli import app
+from gdntune.errors import JournalError, UnknownName
+from gdntune.journal import Cell, Check, Trial, digest, read
+from gdntune.kernels.spec import Variant
+from gdntune.problem import Problem
+from gdntune.store import Store
+from gdntune.table import Interval, Rule, TableVariant
+
+TINY = """
+name: tiny
+device: cpu
+model: {H: 1, HV: 2, K: 64, V: 64}
+batch: [1, 3]
+tokens: [1, 2]
+contracts: [{state_dtype: fp32}]
+policy: {timer: auto, l2: warm}
+search: {final_rounds: 6, max_cell_seconds: 5}
+"""
+ONE = TINY.replace("[1, 3]", "[2]").replace("[1, 2]", "[1]")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Compiled objects, kept for the module."""
+    return Store(tmp_path_factory.mktemp("objects"))
+
+
+def run(folder, store, *names, text=TINY, **options):
+    """A bench of a config's text on this CPU."""
+    return bench.bench(config.parse(text), folder, peer_names=names, device=arch.detect("cpu"), store=store, **options)
+
+
+@pytest.fixture(scope="module")
+def benched(tmp_path_factory, store):
+    """One finished bench against a library whose entries fail in several ways."""
+    folder = tmp_path_factory.mktemp("bench")
+    return folder, run(folder, store, "fakes.library")
+
+
+def rows(records, problem):
+    """The trials of a problem by the last part of their variants' ids."""
+    return {r.variant.id.rpartition(".")[2]: r for r in records if isinstance(r, Trial) and r.problem == problem}
+
+
+def test_every_entry_is_a_row(benched):
+    """Each entry of a peer has a trial at each cell it was asked for: times, or the reason why there are none."""
+    _, outcome = benched
+    for problem in config.parse(TINY).problems():
+        found = rows([r for r in outcome.records if getattr(r, "role", "") == "peer"], problem)
+        if problem.contract.tokens > 1:
+            assert list(found) == ["peer:library"]
+            lost = found["peer:library"]
+            assert lost.status == "failed" and "right, wrong, raises: tokens=2, accepted is 1" in lost.reason
+            assert "picky: V=64" in lost.reason
+            continue
+        assert set(found) == {"right", "wrong", "raises"}
+        assert found["right"].status == "ok" and len(found["right"].samples_us) == 6
+        assert (
+            "check failed: state of request" in found["wrong"].reason and "accepted is 0.002" in found["wrong"].reason
+        )
+        assert found["raises"].reason == "AssertionError: K must be 4096, got K=64"
+        assert {found[name].status for name in ("wrong", "raises")} == {"failed"}
+        assert {r.stage for r in found.values()} == {"final"}
+
+
+def test_a_cell_holds_ours_the_floor_and_the_peer(benched):
+    """All of a cell is timed in one measurement, ours after a passed check, and the cell is closed."""
+    folder, outcome = benched
+    header, records = read(folder)
+    assert outcome.timed == 4 and outcome.notes == []
+    checked = {r.variant for r in records if isinstance(r, Check) and r.status == "ok"}
+    for problem in config.parse(TINY).problems():
+        timed = [r for r in records if isinstance(r, Trial) and r.problem == problem and r.status == "ok"]
+        roles = [r.role for r in timed]
+        assert roles.count("decode") == 1 and roles.count("floor") == 2
+        assert all(r.variant.id in checked for r in timed if r.role != "floor")
+        assert {len(r.samples_us) for r in timed} == {6}
+    cells = [r for r in records if isinstance(r, Cell)]
+    assert [c.status for c in cells] == ["ok"] * 4 and cells[0].stop == "6 rounds"
+    assert header.software["peer library"] == arch.software()["torch"]
+    assert header.software["table for gdn_decode"] == "none: the default rule"
+
+
+def test_a_finished_bench_does_nothing_again(benched, store):
+    """Resuming repeats nothing that is journalled; other peers or rounds want a folder of their own."""
+    folder, _ = benched
+    before = (folder / "journal.jsonl").read_bytes()
+    assert run(folder, store, "fakes.library").timed == 4
+    assert (folder / "journal.jsonl").read_bytes() == before
+    with pytest.raises(JournalError, match="software"):
+        run(folder, store, "fakes.library", "fla")
+    with pytest.raises(JournalError, match="config"):
+        run(folder, store, "fakes.library", rounds=7)
+
+
+def test_the_report_compares(benched):
+    """Speed-ups by cell, one line with geometric mean and worst cell, what each peer moved, and those without times."""
+    folder, _ = benched
+    made = report.report([folder])
+    text = " ".join(made.markdown().split())
+    assert "Speed-up over library" in text
+    assert "Peers without a time" in text and "AssertionError: K must be 4096" in text
+    [found] = made.peers()
+    assert found["cells"] == 2 and found["peer"].startswith("library ")
+    assert (
+        f"Against {found['peer']}: {found['geometric_mean']:.3f} times as fast in the geometric mean of 2 cells" in text
+    )
+    assert sum(found["without_times"].values()) == 2 * 2 + 2
+    f = made.frame
+    peers = f[(f["role"] == "peer") & (f["status"] == "ok")]
+    for _, row in peers.iterrows():
+        chosen = f[f["chosen"] & (f["tokens"] == row["tokens"]) & (f["B"] == row["B"])].iloc[0]
+        assert row["chosen_speedup"] == pytest.approx(row["median_us"] / chosen["median_us"], abs=1e-3)
+        assert row["bytes_moved"] == chosen["bytes_moved"] + 1000 * row["B"]
+    assert found["worst"] == pytest.approx(peers["chosen_speedup"].min())
+    assert set(peers["verified"]) == {"ok"} and set(peers["kernel"]) == {"peer:library"}
+    assert "objects compiled (0 failed)" in text and "timings (0 failed)" in text
+    assert "Failures by reason" not in text
+    assert len(list(csv.DictReader(io.StringIO(made.csv())))) == len(f)
+    assert report.report([folder]).markdown() == made.markdown()
+
+
+@pytest.mark.slow
+def test_a_crash_costs_the_peer_alone(tmp_path, store):
+    """An entry that dies when it is checked, and one that dies when it is timed, are rows; the cell is timed without them."""
+    outcome = run(tmp_path, store, "fakes.crashing", "fakes.library", text=ONE)
+    [problem] = config.parse(ONE).problems()
+    found = rows(outcome.records, problem)
+    for name in ("at_once", "later"):
+        assert found[name].status == "crashed" and "process died" in found[name].reason
+    assert found["right"].status == "ok"
+    assert outcome.timed == 1
+    assert [r.status for r in outcome.records if isinstance(r, Cell)] == ["ok"]
+
+
+def test_the_tables_choice_is_timed(tmp_path, store):
+    """With --table its variant is timed beside the default and stays the choice, however the two compare."""
+    device = arch.detect("cpu")
+    [problem] = config.parse(ONE).problems()
+    default = kernels.default(problem.contract, problem.work_units, device)
+    other = next(v for v in kernels.variants(problem.contract, device) if v.id != default.id)
+    path = tmp_path / "mine.json"
+    write_table(path, problem, other, tmp_path / "source", store)
+    folder = tmp_path / "bench"
+    outcome = run(folder, store, "fakes.library", text=ONE, table=path, rounds=4)
+    ours = [r for r in outcome.records if isinstance(r, Trial) and r.role == "decode"]
+    assert [r.variant.id for r in ours] == [other.id, default.id]
+    assert {len(r.samples_us) for r in ours} == {4}
+    assert outcome.run.software["table for gdn_decode"].startswith("mine.json sha256 ")
+    assert outcome.table.rules[0].at(problem.work_units).variant == other.id
+    assert outcome.table.evidence.journal_sha256 == digest(*read(folder))
+    frame = report.report([folder]).frame
+    assert frame[frame["chosen"]]["variant"].tolist() == [other.id]
+
+
+def write_table(path, problem: Problem, variant: Variant, folder, store):
+    """A table that names one variant for a problem's contract."""
+    made = run(folder, store, text=ONE).table
+    rule = Rule(problem.contract, (Interval(1, None, variant.id),))
+    changes = {"rules": (rule,), "variants": {variant.id: TableVariant(variant.kernel, variant.knobs)}}
+    table.save(table.msgspec.structs.replace(made, **changes), path)
+
+
+def test_unknown_peers_are_refused(tmp_path, store):
+    """A name that is in no registry is refused before anything runs, and nothing is written."""
+    with pytest.raises(UnknownName, match="there are flashinfer, fla, sglang"):
+        run(tmp_path / "x", store, "flashinfre")
+    with pytest.raises(UnknownName, match="has no PEER"):
+        run(tmp_path / "x", store, "gdntune.errors")
+    assert not (tmp_path / "x").exists()
+
+
+def test_command_line_without_peers(tmp_path):
+    """On a machine without the peers each is a row `not installed` with a remedy, and the exit code is 0: ours were timed."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(ONE)
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, ["bench", str(path), "--rounds", "3", "--out", str(out), "--json"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    said = json.loads(result.stdout)
+    assert said["timed"] == said["cells"] == 1
+    assert [p["peer"] for p in said["peers"]] == ["fla", "flashinfer", "sglang"]
+    for peer in said["peers"]:
+        [reason] = peer["without_times"]
+        assert "not installed: pip install" in reason and peer["cells"] == 0
+    assert "not installed" in (out / "report.md").read_text()
+    again = CliRunner().invoke(app, ["bench", str(path), "--rounds", "3", "--out", str(out)])
+    assert again.exit_code == 0 and "Peers without a time" in again.stdout

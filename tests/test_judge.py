@@ -1,0 +1,299 @@
+"""gdntune/judge.py: tables derived anew, and judged on samples that they were not derived from."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import synthetic
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdntune import derive, judge, kernels, table
+from gdntune.arch import target
+from gdntune.errors import JournalError, UnsupportedProblem
+from gdntune.journal import Cell, Check, Journal, Trial
+from gdntune.kernels.spec import Variant
+from gdntune.problem import Contract, Problem
+
+TABLES = Path(__file__).parent.parent / "tables" / "nvidia-h100-80gb-hbm3"
+HEADER = synthetic.run()
+CONTRACT = Contract()
+
+
+def problem(work_units, contract=CONTRACT):
+    """A cell of one head."""
+    return Problem(contract, work_units, 1, 1)
+
+
+def cell(work_units, screens=None, contract=CONTRACT, **finals):
+    """A closed cell: final samples with the means given, screened as `screens` says, by default alike."""
+    screens = {**finals, **(screens or {})}
+
+    def trials(stage, means):
+        return [
+            Trial(
+                problem=problem(work_units, contract),
+                variant=Variant("recurrent", name, {}),
+                stage=stage,
+                status="ok",
+                samples_us=[us - 0.001, us, us, us + 0.001],
+            )
+            for name, us in means.items()
+        ]
+
+    return [
+        *trials("screen", screens),
+        *trials("final", finals),
+        Cell(problem=problem(work_units, contract), status="ok"),
+    ]
+
+
+def checks(names="abcd", contract=CONTRACT):
+    """A passed check of each variant."""
+    return [Check(contract=contract, variant=name, status="ok") for name in names]
+
+
+@pytest.fixture
+def default_is(monkeypatch):
+    """Sets the default rule to one variant."""
+
+    def use(name):
+        monkeypatch.setattr(kernels, "default", lambda c, w, d: Variant("recurrent", name, {}))
+
+    return use
+
+
+# -- replay
+
+
+def test_replay_is_the_sweeps_table(tmp_path):
+    """A small sweep's folder gives its table again, byte for byte; so does its journal's file."""
+    folder = tmp_path / "sweep"
+    with Journal.open(folder, HEADER) as journal:
+        journal.extend(synthetic.records(HEADER))
+        table.save(derive.derive(journal.records, journal.run), folder / "table.json")
+    for i, source in enumerate((folder, folder / "journal.jsonl")):
+        found = judge.replay(source)
+        table.save(found.table, tmp_path / f"{i}.json")
+        assert (tmp_path / f"{i}.json").read_bytes() == (folder / "table.json").read_bytes()
+        assert found.notes == []
+
+
+def test_replay_of_the_published_sweep(h100, tmp_path):
+    """The H100's journal gives the shipped table, byte for byte."""
+    table.save(judge.replay(h100[0]).table, tmp_path / "t.json")
+    assert (tmp_path / "t.json").read_bytes() == (TABLES / "gdn_decode.json").read_bytes()
+
+
+def test_replay_with_other_settings(tmp_path):
+    """A wider budget, variants left out, the default kept: each another table, and notes say what was left out."""
+    folder = synthetic.write(tmp_path, HEADER, synthetic.records(HEADER))
+    assert {len(r.intervals) for r in judge.replay(folder).table.rules} == {2}
+    wider = judge.replay(folder, regret=0.2).table
+    assert wider.evidence.regret_max <= 0.2
+    assert sum(len(r.intervals) for r in wider.rules) <= sum(len(r.intervals) for r in judge.replay(folder).table.rules)
+    found = judge.replay(folder, without=["*.tv16.*"])
+    assert set(found.table.variants) <= {v.id for v in synthetic.VARIANTS[2:]}
+    assert found.notes[0] == "2 of 4 variants were left out"
+    assert "12 cells have no choice" in found.notes[1]
+    with pytest.raises(UnsupportedProblem, match=r"'tv99' fits none of 4 variants.*such as recurrent\.tv16"):
+        judge.replay(folder, without=["tv99"])
+    with pytest.raises(JournalError, match="no cell has a checked variant"):
+        judge.replay(folder, without=["recurrent.*"])
+
+
+def test_replay_keeps_the_default(tmp_path, default_is):
+    """--keep-default: a tie leaves the default rule's variant, without it the best's is taken."""
+    synthetic.write(tmp_path, HEADER, [*checks(), *cell(8, a=10, b=10.05)])
+    default_is("b")
+    assert set(judge.replay(tmp_path).table.variants) == {"a"}
+    assert set(judge.replay(tmp_path, keep_default=True).table.variants) == {"b"}
+
+
+# -- judge
+
+
+def test_regret_on_other_samples(default_is):
+    """Each choice is judged by the other journal's means: the best loses nothing, the others what they are slower."""
+    default_is("b")
+    t = derive.derive([*checks(), *cell(8, a=10, b=11), *cell(64, a=10, b=11)], HEADER)
+    found = judge.judge(t, [*checks(), *cell(8, a=10, b=11), *cell(64, a=12, b=10)], HEADER)
+    assert [(c.work_units, c.best, c.table.regret, c.default.regret) for c in found.cells] == [
+        (8, "a", 0, 0.1),
+        (64, "b", 0.2, 0),
+    ]
+    assert found.table == judge.Total(2, 2, 0, 1, 0.1, 0.2)
+    assert found.default == judge.Total(2, 2, 0, 1, 0.05, 0.1)
+    assert [c.work_units for c in found.above(0.03)] == [64]
+    assert found.notes == ()
+
+
+def test_a_choice_that_was_no_leader(default_is):
+    """It is judged by the screen's medians against the best's; one that was never timed is not judged, and counts as above."""
+    default_is("z")
+    t = derive.derive([*checks(), *cell(8, c=1)], HEADER)
+    found = judge.judge(t, [*checks(), *cell(8, screens={"c": 15}, a=10, b=11)], HEADER)
+    assert (found.cells[0].table, found.cells[0].default) == (
+        judge.Choice("c", 0.5, "screen"),
+        judge.Choice("z", None, "none"),
+    )
+    assert (found.table.screened, found.default.judged, found.default.regret_mean) == (1, 0, None)
+    untimed = judge.judge(t, [*checks(), *cell(8, a=10)], HEADER)
+    assert untimed.above(9.0) == list(untimed.cells)
+
+
+def test_a_wrong_variant_is_no_choice(default_is):
+    """What failed its check in the other journal is not judged there, nor is it the best."""
+    default_is("b")
+    t = derive.derive([*checks(), *cell(8, a=1, b=2)], HEADER)
+    found = judge.judge(t, [*checks("b"), *cell(8, a=1, b=2)], HEADER)
+    assert (found.cells[0].best, found.cells[0].table.basis, found.cells[0].default.regret) == ("b", "none", 0)
+
+
+def test_without_a_rule_the_default_is_the_choice(default_is):
+    """A contract that no rule serves is called by the default rule, and judged so; a near one by the nearest rule that serves it."""
+    default_is("b")
+    t = derive.derive([*checks(), *cell(8, a=1, b=2)], HEADER)
+    kda = Contract(op="kda_decode", gate="log")
+    found = judge.judge(t, [*checks(contract=kda), *cell(8, contract=kda, a=1, b=2)], HEADER)
+    assert found.cells[0].table == judge.Choice("b", 1.0, "final")
+    real = kernels.variants(CONTRACT, target("sm_90a"))[0]
+    records = [
+        Check(contract=CONTRACT, variant=real.id, status="ok"),
+        Trial(problem=problem(8), variant=real, stage="final", status="ok", samples_us=[1.0]),
+    ]
+    near = CONTRACT.replace(pool=False)
+    others = [Check(contract=near, variant=real.id, status="ok"), *checks(contract=near)]
+    timed = Trial(problem=problem(8, near), variant=real, stage="final", status="ok", samples_us=[3.0])
+    found = judge.judge(derive.derive(records, HEADER), [*others, timed, *cell(16, contract=near, a=2)], HEADER)
+    assert found.cells[0].table == judge.Choice(real.id, 0.0, "final")
+
+
+def test_notes_say_what_differs(default_is):
+    """Another device, policy or code is said beside the regret."""
+    default_is("a")
+    records = [*checks(), *cell(8, a=1, b=2)]
+    other = synthetic.run(target("sm_100a"), policy={"timer": "cupti", "l2": "cold-dirty"}, kernels={"recurrent": "f9"})
+    notes = judge.judge(derive.derive(records, HEADER), records, other).notes
+    assert len(notes) == 3
+    assert "cold-clean" in notes[1] and "cold-dirty" in notes[1]
+    assert notes[2] == "the code of recurrent is not the same for table and samples"
+
+
+@pytest.mark.parametrize(
+    "best_us, regret, is_beyond",
+    [(100, 0.01, False), (100, 0.0101, True), (1, 0.032, False), (1, 0.033, True), (2, 0.015, False)],
+)
+def test_beyond_knows_the_clocks_step(best_us, regret, is_beyond):
+    """A regret counts only beyond the larger of the limit and 32 ns."""
+    assert judge.beyond(best_us, regret) is is_beyond
+
+
+def test_nothing_to_judge_on():
+    """A journal without a cell that has final samples is refused."""
+    t = derive.derive([*checks(), *cell(8, a=1)], HEADER)
+    with pytest.raises(UnsupportedProblem, match="no cell to judge on"):
+        judge.judge(t, checks(), HEADER)
+
+
+# -- held-out cells
+
+
+def test_every_second_is_held_out(default_is):
+    """Each inner cell is judged by the table of the others: here each differs from its neighbours, and so all lose."""
+    default_is("a")
+    odd = [*cell(8, a=10, b=12), *cell(32, a=10, b=12)]
+    even = [*cell(16, a=12, b=10), *cell(64, a=12, b=10)]
+    found = judge.hold_out_every_second([*checks(), *odd, *even], HEADER)
+    assert [(c.work_units, c.table.variant, c.table.regret) for c in found.cells] == [(16, "a", 0.2), (32, "b", 0.2)]
+    assert [c.default.regret for c in found.cells] == [0.2, 0]
+    with pytest.raises(UnsupportedProblem, match="three cells or more"):
+        judge.hold_out_every_second([*checks(), *cell(8, a=1), *cell(16, a=1)], HEADER)
+
+
+def test_held_out_on_the_published_sweep(h100):
+    """All inner cells are judged once, the total is theirs, and the tables lose less than the default rule."""
+    _, run, records = h100
+    found = judge.hold_out_every_second(records, run)
+    inner = sum(len(cells) - 2 for cells in derive.by_work_units(derive.timed_cells(records)).values())
+    assert inner == found.table.cells == found.table.judged == len({(c.contract, c.work_units) for c in found.cells})
+    assert found.table.regret_mean == pytest.approx(sum(c.table.regret for c in found.cells) / inner, abs=1e-6)
+    assert found.table.regret_mean < 0.06
+
+
+# -- cost
+
+
+@given(
+    st.dictionaries(
+        st.text("abcdefgh", min_size=1, max_size=3), st.lists(st.floats(1, 9), min_size=1, max_size=50), min_size=1
+    ),
+    st.integers(1, 500),
+)
+def test_halving_keeps_to_its_budget(samples, budget):
+    """It draws from the front, at least one of each and no more than the budget beyond that; leaders have the most samples."""
+    found = judge.halving(samples, budget)
+    assert all(drawn == samples[name][: len(drawn)] and drawn for name, drawn in found.used.items())
+    assert found.spent <= max(budget, len(samples))
+    assert len(found.leaders) == min(len(samples), judge.LEADERS)
+    assert set(found.leaders) <= set(samples)
+
+
+def test_halving_finds_the_fastest():
+    """Among sixteen variants, apart by 1% and noisy by 2%, the first stays to the end, on most of the samples."""
+    noise = [0.0, 2.0, -2.0, 1.0, -1.0, 2.0, -2.0]
+    samples = {f"v{i:02}": [100 + i + noise[(j + i) % 7] for j in range(210)] for i in range(16)}
+    found = judge.halving(samples, 16 * 210 // 4)
+    assert found.leaders[0] == "v00"
+    assert len(found.used["v00"]) > 10 * len(found.used["v15"])
+    assert found.spent <= 840
+
+
+def test_cost_judges_on_samples_apart(default_is):
+    """The winner is chosen from the first half of the finals and judged on the second, where here the other one is faster."""
+    default_is("a")
+    records = [*checks("ab"), *cell(8, a=10, b=10)]
+
+    def turned(r):
+        if not isinstance(r, Trial) or r.stage != "final":
+            return r
+        early, late = ([10.0] * 50, [12.0] * 50) if r.variant.id == "a" else ([11.0] * 50, [10.0] * 50)
+        return msgspec.structs.replace(r, samples_us=early + late)
+
+    found = judge.cost([turned(r) for r in records], HEADER, 0.25)
+    assert (found.samples, found.drawn) == (208, 52)
+    for judged in (found.cells, found.table, found.all_samples_cells, found.all_samples_table):
+        assert [(c.best, c.table.variant, c.table.regret) for c in judged.cells] == [("b", "a", 0.2)]
+    with pytest.raises(UnsupportedProblem, match="above 0, to 1"):
+        judge.cost(records, HEADER, 1.5)
+
+
+def test_cost_on_the_published_sweep(h100):
+    """A quarter of the samples choose as well as all, within 0.1% on average: cells and table."""
+    _, run, records = h100
+    found = judge.cost(records, run)
+    assert 0.2 < found.drawn / found.samples <= 0.25
+    assert found.cells.table.judged == found.table.table.judged == found.table.table.cells
+    assert found.cells.table.regret_mean < 0.002
+    assert found.cells.table.regret_mean - found.all_samples_cells.table.regret_mean < 0.001
+    assert found.table.table.regret_mean - found.all_samples_table.table.regret_mean < 0.001
+    assert found.table.table.regret_max < 0.03
+
+
+# -- what is printed
+
+
+def test_documents(default_is):
+    """What is printed names each contract, the totals, and what was not judged as well as the rest."""
+    default_is("z")
+    records = [*checks(), *cell(8, screens={"c": 15}, a=10)]
+    t = derive.derive([*checks(), *cell(8, c=1)], HEADER)
+    document = judge.judgement_document(judge.judge(t, records, HEADER, about="t.json"), "a journal")
+    text = repr(document)
+    assert "t.json" in text
+    assert "judged by the screen" in text
+    assert "1 cells where the default rule's was not timed are not judged" in text
+    rows = document.sections[0].blocks[2].rows
+    assert [r[0] for r in rows] == ["gdn_decode.tokens=1", "all"]
+    assert rows[0][1:] == ("1", "50.00", "50.00", "1", "-", "-", "0")
+    assert "25%" in repr(judge.cost_document(judge.cost(records, HEADER), "a journal"))

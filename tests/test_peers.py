@@ -1,0 +1,297 @@
+"""gdntune/peers/: which problems each entry serves, how a case becomes its arguments, how its results are compared. No peer is needed."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from fakes import library
+
+from gdntune import peers
+from gdntune.cases import make_case
+from gdntune.errors import ToolMissing, UnknownName, UnsupportedProblem
+from gdntune.peers import compare, spec
+from gdntune.problem import Contract, Problem
+
+BF16, FP32 = Contract(), Contract(state_dtype="fp32")
+MTP = FP32.replace(tokens=4)
+KDA = Contract(op="kda_decode", gate="softplus")
+SLOTS = {"mode": "frozen", "intermediate": "slots"}
+TRITON = ("fused_sigmoid_gating_delta_rule_update",)
+GDN, KDA_IN_PLACE = ("fused_recurrent_gated_delta_rule",), ("fused_recurrent_kda",)
+PRETRANSPOSE, WY = "gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp_wy_output_only"
+
+
+@pytest.mark.parametrize(
+    ("contract", "flashinfer", "fla", "sglang"),
+    [
+        (BF16, (PRETRANSPOSE,), (), TRITON),
+        (BF16.replace(pool=False), (PRETRANSPOSE,), (), TRITON),
+        (FP32, (PRETRANSPOSE,), GDN, TRITON),
+        (BF16.replace(tokens=4), (PRETRANSPOSE,), (), TRITON),
+        (MTP, ("gated_delta_rule_mtp",), GDN, TRITON),
+        (MTP.replace(intermediate="dense"), ("gated_delta_rule_mtp",), (), TRITON),
+        (MTP.replace(intermediate="dense", mode="frozen"), ("gated_delta_rule_mtp",), (), TRITON),
+        (BF16.replace(tokens=4, intermediate="dense", mode="frozen"), (PRETRANSPOSE,), (), TRITON),
+        (BF16.replace(tokens=4, intermediate="dense"), (), (), TRITON),
+        (BF16.replace(tokens=4, mode="frozen"), (PRETRANSPOSE, WY), (), TRITON),
+        (BF16.replace(tokens=4, intermediate="indexed", mode="frozen"), (), (), TRITON),
+        (FP32.replace(layout="v_last"), ("gated_delta_rule_decode",), GDN, ()),
+        (MTP.replace(layout="v_last"), (), GDN, ()),
+        (KDA, ("recurrent_kda",), KDA_IN_PLACE, TRITON),
+        (KDA.replace(state_dtype="fp32"), (), KDA_IN_PLACE, TRITON),
+        (KDA.replace(tokens=4), (), KDA_IN_PLACE, TRITON),
+        (KDA.replace(tokens=4, **SLOTS), ("recurrent_kda",), KDA_IN_PLACE, ()),
+        (KDA.replace(tokens=4, accepted=True, **SLOTS), ("recurrent_kda",), KDA_IN_PLACE, ()),
+        (KDA.replace(gate="lower_bound"), ("recurrent_kda",), KDA_IN_PLACE, ()),
+        (FP32.replace(gate="log", beta="given"), (), GDN, ()),
+        (FP32.replace(ragged=True, tokens=4), (), GDN, TRITON),
+        (FP32.replace(K=256), (), GDN, TRITON),
+    ],
+    ids=lambda x: x.key() if isinstance(x, Contract) else None,
+)
+def test_what_each_serves(contract, flashinfer, fla, sglang):
+    """The entries that serve a contract, by reading their code; where none does, the reason names what is accepted."""
+    for name, wanted in (("flashinfer", flashinfer), ("fla", fla), ("sglang", sglang)):
+        found, reason = peers.get(name).serving(Problem(contract, 2, 4, 4))
+        assert tuple(e.name for e in found) == wanted, name
+        assert found or "accepted" in reason or "writes" in reason
+
+
+def test_sizes_beyond_32_bit_offsets_are_refused():
+    """B=512, T=8, HV=64 with intermediate states: an illegal access in FlashInfer and SGLang, so a row with the reason instead."""
+    contract = BF16.replace(tokens=8, intermediate="dense", mode="frozen")
+    for name in ("flashinfer", "sglang"):
+        assert peers.get(name).serving(Problem(contract, 128, 16, 64))[0]
+        found, reason = peers.get(name).serving(Problem(contract, 512, 16, 64))
+        assert not found and "32-bit offsets" in reason
+
+
+def test_parameters_by_query_head():
+    """FlashInfer's KDA has A_log and dt_bias by q/k head: with HV > H it would read those of other heads."""
+    found, reason = peers.get("flashinfer").serving(Problem(KDA, 2, 2, 4))
+    assert not found and "H=2, HV=4" in reason
+
+
+def test_the_registry():
+    """A wrong name lists the right ones; a module with a PEER of one's own is taken."""
+    with pytest.raises(UnknownName, match="flashinfer, fla, sglang"):
+        peers.get("flash")
+    with pytest.raises(UnknownName, match="cannot be imported"):
+        peers.get("no.such.module")
+    with pytest.raises(UnknownName, match="it has .*recurrent_kda"):
+        peers.get("flashinfer").entry("kda")
+    assert peers.get("fakes.library") is library.PEER
+    assert {peers.get(name).name for name in peers.PEERS} == set(peers.PEERS)
+
+
+def test_what_is_not_installed(monkeypatch):
+    """An absent package is said with what to do, without importing anything; a broken one when it is imported."""
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    said = peers.get("flashinfer").absent()
+    assert said.startswith("not installed: pip install flashinfer-python") and "flashinfer" in said
+    assert library.PEER.absent() is None
+    assert library.PEER.version() == torch.__version__
+    with pytest.raises(ToolMissing, match="ModuleNotFoundError"):
+        spec.imported("flashinfer.gdn_decode", "gated_delta_rule_mtp")
+    with pytest.raises(ToolMissing, match="has no no_such_name"):
+        spec.imported("gdntune.errors", "no_such_name")
+
+
+def test_a_variant_says_version_and_form():
+    """What a trial is recorded as: the peer, the entry, its version, how it is called and what more it moves."""
+    peer = peers.get("flashinfer")
+    problem = Problem(BF16.replace(tokens=2, mode="frozen"), 3, 2, 4)
+    v = peer.variant(peer.entry(WY), problem)
+    assert (v.kernel, v.id) == ("peer:flashinfer", f"peer:flashinfer.{WY}")
+    assert set(v.knobs) == {"version", "form", "extra_bytes"}
+    # inputs of 2 tokens written to 16 rows, those read, and 14 rows of output too many
+    inputs = 3 * (2 * 2 * 128 + 4 * 128 + 2 * 4) * 2
+    assert v.knobs["extra_bytes"] == inputs * (2 + 16) + 3 * 4 * 128 * 2 * 14
+    native = Problem(problem.contract.replace(tokens=4), 3, 2, 4)
+    assert "extra_bytes" not in peer.variant(peer.entry(WY), native).knobs
+
+
+class Recorder:
+    """Stands in for a library's function: keeps its arguments, returns what it is told to."""
+
+    def __init__(self):
+        self.arguments = {}
+
+    def __call__(self, **arguments):
+        self.arguments = arguments
+        return torch.zeros(1), torch.zeros(1)
+
+    def same(self, x):
+        """The names of the arguments that share x's memory, so that a call writes to x itself."""
+        return {
+            name
+            for name, y in self.arguments.items()
+            if isinstance(y, torch.Tensor) and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        }
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Binds an entry to a case and calls a recorder in the library's place."""
+
+    def call(peer, entry, case):
+        recorder = Recorder()
+        monkeypatch.setattr(f"gdntune.peers.{peer}.imported", lambda *_: recorder)
+        bound = peers.get(peer).entry(entry).bind(case)
+        bound.call()
+        return recorder, bound
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("peer", "entry", "contract", "state"),
+    [
+        ("flashinfer", PRETRANSPOSE, BF16, "initial_state"),
+        ("flashinfer", PRETRANSPOSE, FP32, "initial_state"),
+        ("flashinfer", PRETRANSPOSE, FP32.replace(pool=False), "state"),
+        ("flashinfer", "gated_delta_rule_mtp", MTP, "initial_state"),
+        ("flashinfer", WY, BF16.replace(tokens=4, mode="frozen"), "initial_state_source"),
+        ("flashinfer", "recurrent_kda", KDA, "initial_state"),
+        ("fla", "fused_recurrent_kda", KDA, "initial_state"),
+        ("sglang", *TRITON, FP32, "initial_state_source"),
+        ("sglang", *TRITON, MTP.replace(intermediate="dense"), "initial_state_source"),
+    ],
+    ids=lambda x: x.key() if isinstance(x, Contract) else x,
+)
+def test_tensors_are_views(called, peer, entry, contract, state):
+    """The case's own memory is handed over: state, inputs and outputs are not copied, and slots are its index tensor."""
+    case = make_case(Problem(contract, 3, 2, 2))
+    recorder, bound = called(peer, entry, case)
+    assert recorder.same(case.state) == {state}
+    for name in ("q", "k", "v", "a", "b"):
+        assert recorder.same(getattr(case, name)), name
+    if case.intermediate is not None:
+        assert recorder.same(case.intermediate) == {"intermediate_states_buffer"}
+    if contract.pool:
+        assert recorder.same(case.read_index)
+    if bound.state is not None and peer != "fla":
+        assert bound.state(None) is case.state
+
+
+def test_what_is_said_of_the_state(called):
+    """Whether the final state is written is said outright, and each token's state goes where the contract has it."""
+    frozen = MTP.replace(mode="frozen", intermediate="dense")
+    for contract, disabled in ((MTP, False), (frozen, True)):
+        case = make_case(Problem(contract, 3, 2, 2))
+        for peer, entry in (("flashinfer", "gated_delta_rule_mtp"), ("sglang", *TRITON)):
+            recorder, bound = called(peer, entry, case)
+            assert recorder.arguments["disable_state_update"] is disabled
+            assert (bound.state is None) is disabled
+    recorder, _ = called("sglang", *TRITON, make_case(Problem(MTP.replace(intermediate="dense"), 3, 2, 2)))
+    assert recorder.arguments["cache_steps"] == 4
+    assert recorder.arguments["intermediate_state_indices"].tolist() == [0, 1, 2]
+    assert recorder.arguments["cu_seqlens"].tolist() == [0, 4, 8, 12]
+    assert recorder.arguments["q"].shape == (1, 12, 2, 128)
+
+
+def test_states_without_a_pool_are_gathered_once(called):
+    """What has no pool gets the requests' states in a tensor of its own, made before the call; the pool stays as it is."""
+    case = make_case(Problem(FP32.replace(layout="v_last"), 3, 2, 2))
+    for peer, entry, name in (("flashinfer", "gated_delta_rule_decode", "state"), ("fla", *GDN, "initial_state")):
+        recorder, _ = called(peer, entry, case)
+        states = recorder.arguments[name]
+        assert torch.equal(states, case.state[case.read_index.long()]) and states.is_contiguous()
+        assert not recorder.same(case.state)
+
+
+@pytest.mark.parametrize(("layout", "v_first"), [("k_last", True), ("v_last", False)])
+def test_flas_layouts(called, layout, v_first):
+    """Its V-first state [V, K] is K-last in memory."""
+    case = make_case(Problem(FP32.replace(layout=layout), 3, 2, 2))
+    recorder, _ = called("fla", *GDN, case)
+    assert recorder.arguments["state_v_first"] is v_first
+
+
+def test_accepted_counts_start_at_one(called):
+    """A count of 0 names the first column here and would be column -1 there."""
+    case = make_case(Problem(KDA.replace(tokens=3, accepted=True, **SLOTS), 9, 2, 2))
+    case.accepted[0] = 0
+    for peer, entry in (("flashinfer", "recurrent_kda"), ("fla", *KDA_IN_PLACE)):
+        recorder, bound = called(peer, entry, case)
+        counts = recorder.arguments["num_accepted_tokens"]
+        assert int(counts.min()) == 1 and int(counts.max()) <= 3
+        assert recorder.arguments["ssm_state_indices"] is case.slot_index
+        assert bound.state is None
+
+
+def test_split_slots_are_refused(called):
+    """A case that reads one slot and writes another is no case for a call that knows one slot a request."""
+    case = make_case(Problem(FP32, 3, 2, 2), split=True)
+    with pytest.raises(UnsupportedProblem, match="read_index differs"):
+        called("sglang", *TRITON, case)
+
+
+# -- comparing
+
+
+@pytest.mark.parametrize("B", [1, 2, 3, 4, 5, 512])
+def test_requests_looked_at(B):
+    """The first, the last and some between, each once."""
+    found = compare.looked_at(B)
+    assert found[0] == 0 and found[-1] == B - 1 and len(found) == len(set(found)) == min(B, 4)
+
+
+@pytest.mark.parametrize(
+    "contract",
+    [FP32, BF16, FP32.replace(layout="v_last"), FP32.replace(pool=False), BF16.replace(mode="frozen"), MTP],
+    ids=lambda c: c.key(),
+)
+def test_a_right_call_passes(contract):
+    """fp32 arithmetic and one rounding are well within what is accepted, in both layouts and with shuffled slots."""
+    case = make_case(Problem(contract, 9, 2, 4))
+    expected, bound = compare.Expected(case), library.right(case)
+    verdict = expected.judge(case, bound, bound.call())
+    assert verdict.ok and verdict.error < verdict.tolerance / 2, verdict.worst
+
+
+@pytest.mark.parametrize("contract", [FP32, BF16], ids=lambda c: c.key())
+def test_a_wrong_call_fails(contract):
+    """A state that was never written, one in other slots, an output with a NaN or of another head: each is found and named."""
+    case = make_case(Problem(contract, 9, 2, 4))
+    expected, bound = compare.Expected(case), library.right(case)
+    before = case.state.clone()
+    output = bound.call()
+    after = case.state.clone()
+
+    def judged(**changes):
+        return expected.judge(case, dataclasses.replace(bound, **changes), output)
+
+    assert judged().ok
+    case.state.copy_(before)
+    assert "state of request" in judged().worst and not judged().ok
+    case.state.copy_(after)
+    assert not judged(rows=bound.rows.roll(1)).ok
+    assert not judged(output=lambda o: o.roll(1, 2)).ok
+    output[8, 0, 3, 5] = float("nan")
+    assert judged().error == float("inf") and "output of request 8 of 9" in judged().worst
+
+
+def test_intermediate_states_are_compared():
+    """The state after each token is looked at where the contract has it: a buffer by row or index, or slots of the pool."""
+    for kind in ("dense", "indexed", "slots"):
+        contract = FP32.replace(tokens=3, mode="frozen", intermediate=kind)
+        case = make_case(Problem(contract, 5, 2, 4))
+        expected = compare.Expected(case)
+        found = compare_with_reference(case)
+        bound = spec.Bound(lambda: None, lambda _, o=found.output: o)
+        assert expected.judge(case, bound, None).ok
+        held = case.state if kind == "slots" else case.intermediate
+        held.mul_(1.1)
+        verdict = expected.judge(case, bound, None)
+        assert not verdict.ok and verdict.worst.startswith("intermediate of request")
+
+
+def compare_with_reference(case):
+    """The reference's result, written into the case."""
+    found = library.decode(case.contract, dtype=torch.float32, **case.tensors()).stored(case.contract)
+    case.state.copy_(found.state)
+    if case.intermediate is not None:
+        case.intermediate.copy_(found.intermediate)
+    return found
