@@ -5,7 +5,6 @@ Processes, never threads: four threads compiling with CuTe DSL crashed. A worker
 
 import importlib
 import io
-import multiprocessing
 import os
 import tempfile
 import time
@@ -19,6 +18,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from gdntune.arch import cpu_threads
 from gdntune.errors import GdntuneError, ToolMissing
+from gdntune.processes import SPAWN, hidden_main
 from gdntune.store import CUTE_DSL_VERSION, Manifest, ObjectSpec, Store, file_sha256
 
 COMPILE_TIMEOUT_S = 300.0
@@ -146,11 +146,10 @@ def _farm(todo: list[tuple[ObjectSpec, str]], root: Path, jobs: int) -> Iterator
     archs = {spec.arch for spec, _ in todo if spec.device == "cuda"}
     if len(archs) > 1:
         raise GdntuneError(f"one call compiles for one architecture, these are {sorted(archs)}")
-    context = multiprocessing.get_context("spawn")
     pool = ProcessPool(
-        max_workers=min(jobs, len(todo)), context=context, initializer=_start_worker, initargs=[next(iter(archs), None)]
+        max_workers=min(jobs, len(todo)), context=SPAWN, initializer=_start_worker, initargs=[next(iter(archs), None)]
     )
-    with pool:
+    with hidden_main(), pool:
         futures = [
             pool.schedule(_compile, args=[spec, compiler, root], timeout=COMPILE_TIMEOUT_S) for spec, compiler in todo
         ]

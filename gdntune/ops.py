@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+# CUDA's limit of a grid's third dimension; the same on the CPU, so that a program that runs there runs on a GPU.
+MAX_REQUESTS = 65535
 _BOUND: dict[tuple[Any, ...], Bound] = {}
 
 
@@ -272,6 +274,10 @@ def _decode(
         raise UnsupportedProblem(f"output has dtype {output.dtype}: accepted is q's, {q.dtype}")
     if B < 1:
         return output
+    if B > MAX_REQUESTS:
+        raise UnsupportedProblem(
+            f"{B} requests: accepted are at most {MAX_REQUESTS} a call, a launch's grid has no more rows"
+        )
     if H < 1 or HV % H:
         raise UnsupportedProblem(f"v has HV={HV} heads and q H={H}: HV must be a multiple of H")
     if A_log is not None:

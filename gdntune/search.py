@@ -5,7 +5,6 @@ is in the journal is not done again.
 """
 
 import dataclasses
-import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -23,6 +22,7 @@ from gdntune.errors import GdntuneError, JournalError, MeasurementError
 from gdntune.journal import FILE, Build, Cell, Check, Journal, Record, Run, Trial, now
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
+from gdntune.processes import SPAWN, hidden_main
 from gdntune.store import ObjectSpec, Store, object_spec
 from gdntune.table import Table, save
 from gdntune.timing import Policy
@@ -64,13 +64,13 @@ class Child:
 
     def __init__(self, start: session.Start):
         self._start = start
-        self._pool = ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn"))
+        self._pool = ProcessPool(max_workers=1, context=SPAWN)
 
     def run(self, function: Callable[..., T], *args: Any, timeout: float) -> "T | Crashed":
         """The task's result; a crash or a hang is a value, what gdntune itself raises is raised."""
-        future = self._pool.schedule(function, args=[self._start, *args], timeout=timeout)
         try:
-            return future.result()
+            with hidden_main():
+                return self._pool.schedule(function, args=[self._start, *args], timeout=timeout).result()
         except FutureTimeout:
             return Crashed("timeout", f"no answer within {timeout:.0f} s")
         except ProcessExpired as e:
@@ -85,7 +85,7 @@ class Child:
     def _restart(self) -> None:
         self._pool.stop()
         self._pool.join()
-        self._pool = ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn"))
+        self._pool = ProcessPool(max_workers=1, context=SPAWN)
 
     def close(self) -> None:
         self._pool.stop()

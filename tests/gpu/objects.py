@@ -9,6 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import test_faults
+import test_kda
+import test_properties
 from test_ops import CONTRACTS
 
 from gdntune import arch, kernels
@@ -71,7 +74,8 @@ def choices(contract: Contract, device: arch.Device) -> list[Variant]:
 def main(folder: Path, target: str = "sm_90a") -> None:
     """Compiles and bundles them."""
     device = arch.target(target)
-    wanted = [*CONTRACTS.values(), Contract(), Contract(tokens=4), Contract(tokens=8, intermediate="dense")]
+    tested = [*CONTRACTS.values(), *test_faults.CONTRACTS, *test_properties.CONTRACTS, *test_kda.CONTRACTS]
+    wanted = [*tested, Contract(), Contract(tokens=4), Contract(tokens=8, intermediate="dense")]
     pairs = [(c, v) for c in wanted for v in choices(c, device)]
     for op in DIFFERENTIAL_CONTRACTS:
         pairs += differential_variants(op)
