@@ -1,7 +1,7 @@
 """A contract's pictures and samples: from a run's frame and trials to what the page of a report shows beside its tables."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdntune.journal import Trial
@@ -44,7 +44,7 @@ class Panel(NamedTuple):
 def panel(
     title: str,
     frame: "pd.DataFrame",
-    trials: Iterable[tuple[Problem, Trial]],
+    trials: Sequence[tuple[Problem, Trial]],
     table: "Table | None",
     letters: Mapping[str, str],
     default: Callable[[Problem], str | None],
@@ -54,7 +54,10 @@ def panel(
     if not len(chosen):
         return Panel(())
     rivals = peers.rivals(frame)
-    pictures = [*_maps(title, chosen, rivals, letters), _times(title, frame, chosen, rivals)]
+    pictures = [
+        *_maps(title, chosen, rivals, letters),
+        _times(title, chosen, _defaults(frame, trials, default), rivals),
+    ]
     if table is not None:
         pictures.append(_winners(title, chosen, table, letters))
     return Panel(tuple(pictures), _samples(frame, trials, default))
@@ -95,14 +98,24 @@ def _maps(title: str, chosen: "pd.DataFrame", rivals: "pd.DataFrame", letters: M
         yield Picture(caption, figures.gain_map(f"{title}: {caption}", headers, names, beside))
 
 
-def _times(title: str, frame: "pd.DataFrame", chosen: "pd.DataFrame", rivals: "pd.DataFrame") -> Picture:
+def _defaults(
+    frame: "pd.DataFrame", trials: Sequence[tuple[Problem, Trial]], default: Callable[[Problem], str | None]
+) -> "pd.DataFrame":
+    """The default rule's rows: their medians stand beside those of the choices, where `default_mean_us` are means."""
+    ids = {f"{p.contract.tokens}:{p.B}:{p.HV}": default(p) for p, _ in trials}
+    wanted = [r["role"] == "decode" and r["variant"] == ids.get(_key(r)) for _, r in frame.iterrows()]
+    return frame[wanted]
+
+
+def _times(title: str, chosen: "pd.DataFrame", defaults: "pd.DataFrame", rivals: "pd.DataFrame") -> Picture:
     panels: dict[str, list[Line]] = {}
     kernels = peers.names(rivals)
     for t in sorted(set(chosen["tokens"])):
         mine = chosen[chosen["tokens"] == t]
         lines = [_line("tuned", mine, "median_us", 0)]
-        if mine["default_mean_us"].notna().any():
-            lines.append(_line("default rule (mean)", mine, "default_mean_us", 1, dashed=True))
+        usual = defaults[defaults["tokens"] == t]
+        if usual["median_us"].notna().any():
+            lines.append(_line("default rule", usual, "median_us", 1, dashed=True))
         if mine["floor_us"].notna().any():
             lines.append(_line("floor: moves the same state bytes", mine, "floor_us", None, dashed=True))
         for i, kernel in enumerate(kernels):
