@@ -25,7 +25,7 @@ from gdntune.search import (
     CELL_GRACE_S,
     CHECK_EACH_S,
     CHECK_TIMEOUT_S,
-    THROTTLE_RETRIES,
+    RETRIES,
     Child,
     Crashed,
     Progress,
@@ -275,7 +275,7 @@ class _Bench:
         """Times a cell; after a crash without the entries that bring it about, each of which becomes a row that says so."""
         ours, floors, search = self.ours[problem], self.floors[problem.contract], self.config.search
         got: Any = None
-        for _ in range(1 + THROTTLE_RETRIES):
+        for _ in range(1 + RETRIES):
             got = self._measure(problem, ours, floors, entries, search)
             if not (isinstance(got, Found) and got.throttled):
                 break

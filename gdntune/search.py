@@ -32,7 +32,8 @@ T = TypeVar("T")
 CHECK_TIMEOUT_S = 120.0
 CHECK_EACH_S = 2.0
 CELL_GRACE_S = 120.0
-THROTTLE_RETRIES = 1
+# A throttled cell, and one whose times cannot be true, is timed again.
+RETRIES = 1
 
 
 class Progress:
@@ -310,8 +311,14 @@ class _Sweep:
         floors = self.floors[problem.contract]
         limit = self.config.search.max_cell_seconds + CELL_GRACE_S
         got: Any = Crashed("", "")
-        for _ in range(1 + THROTTLE_RETRIES):
-            got = child.run(session.time_task, problem, variants, floors, self.config.search, timeout=limit)
+        for attempt in range(1 + RETRIES):
+            try:
+                got = child.run(session.time_task, problem, variants, floors, self.config.search, timeout=limit)
+            except MeasurementError as e:
+                # records that a timer lost, say: the cell's fault, and no reason to end the sweep
+                if attempt == RETRIES:
+                    return [Cell(problem=problem, status="failed", reason=str(e))]
+                continue
             if isinstance(got, Crashed) or not got.throttled:
                 break
         if isinstance(got, Crashed):

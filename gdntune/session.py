@@ -3,6 +3,7 @@
 The process may be killed at any time by its parent (an illegal access, a hang); it writes nothing to disk.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -13,7 +14,7 @@ from gdntune import kernels, sol
 from gdntune.arch import Clocks, Device, clocks, throttled
 from gdntune.check import Checker
 from gdntune.config import Search
-from gdntune.errors import MeasurementError
+from gdntune.errors import MeasurementError, UnsupportedProblem
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.store import Store, object_spec
@@ -128,28 +129,30 @@ class Session:
 
     def calls(self, problem: Problem, role: str, variants: Sequence[Variant]) -> "Calls":
         """Callables of a cell's variants over one shared set of tensors."""
-        from gdntune.cases import floor_case, make_case
+        from gdntune.cases import make_case
 
+        rotate = self.timer.policy.l2 == "rotate"
+        turns = self._turns(problem) if rotate else 1
+        case = kept = None
         if role == "floor":
-            # its factor is 1: a floor kernel writes back what it read
-            arguments: list[tuple[Any, ...]] = [floor_case(problem, sol.floor_form(problem.contract), self.place)]
-            case = kept = None
+            arguments = _floor_arguments(problem, turns, self.place)
         else:
-            case = make_case(problem, self.place, slots=self._slots(problem))
+            case = make_case(problem, self.place, slots=problem.B * turns if rotate else None)
             kept = case.state.clone()
-            arguments = [case.arguments()] if self.timer.policy.l2 != "rotate" else _rotated(case)
+            arguments = _rotated(case) if rotate else [case.arguments()]
         n = len(arguments)
         functions = [self.function(problem.contract, v) for v in variants]
         calls: list[Callable[[int], Any]] = [_call(f, arguments, n) for f in functions]
         return Calls(calls, case, kept)
 
-    def _slots(self, problem: Problem) -> int | None:
-        """Slots of the pool: what the requests need, or under `rotate` so many that a walk through them leaves L2."""
-        if self.timer.policy.l2 != "rotate" or not problem.contract.pool:
-            return None
-        one = sol.state_bytes(problem)
-        turns = min(64, max(2, -(-4 * self.device.l2_bytes // one)))
-        return problem.B * turns
+    def _turns(self, problem: Problem) -> int:
+        """Turns of a walk through a pool so large that what a turn touched has left L2 before it comes again."""
+        if not problem.contract.reads_index:
+            raise UnsupportedProblem(
+                f"l2='rotate' with {problem.contract.key()}: it walks through the slots of a pool by initial_state_indices; "
+                "accepted are contracts with pool=True and no ssm_state_indices, or another L2 policy"
+            )
+        return min(64, max(2, -(-4 * self.device.l2_bytes // sol.state_bytes(problem))))
 
     def time_cell(
         self, problem: Problem, decode: Sequence[Variant], floor: Sequence[Variant], search: Search
@@ -230,19 +233,21 @@ def _rotated(case: Any) -> list[tuple[Any, ...]]:
     """The case's arguments with the slots of each turn of a walk through the pool."""
     import torch
 
-    if case.read_index is None:
-        return [case.arguments()]
-    B, slots = case.problem.B, case.state.shape[0]
-    order = torch.randperm(slots, device=case.state.device, dtype=torch.int32)
-    turns = []
-    for t in range(slots // B):
-        index = order[t * B : (t + 1) * B]
-        arguments = list(case.arguments())
-        arguments[8] = index
-        if arguments[9] is not None:
-            arguments[9] = index
-        turns.append(tuple(arguments))
-    return turns
+    order = torch.randperm(case.state.shape[0], device=case.state.device, dtype=torch.int32)
+    return [
+        dataclasses.replace(case, read_index=index, write_index=None if case.write_index is None else index).arguments()
+        for index in order.split(case.problem.B)
+    ]
+
+
+def _floor_arguments(problem: Problem, turns: int, place: str) -> list[tuple[Any, ...]]:
+    """A floor kernel's arguments for each turn, over states of their own. Its factor is 1: it writes back what it read."""
+    from gdntune.cases import floor_case
+
+    whole = msgspec.structs.replace(problem, B=problem.B * turns)
+    state, buffer, factor, sink = floor_case(whole, sol.floor_form(problem.contract), place)
+    buffers = [None] * turns if buffer is None else buffer.split(problem.B)
+    return [(part, b, factor, sink) for part, b in zip(state.split(problem.B), buffers, strict=True)]
 
 
 # One session a process, made by its initializer.

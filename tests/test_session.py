@@ -1,0 +1,97 @@
+"""What runs in the timing process: shared tensors, turns of a walk through the pool, leaders, time limits."""
+
+import msgspec
+import pytest
+import torch
+
+from gdntune import arch, build, kernels, session
+from gdntune.config import Search
+from gdntune.errors import UnsupportedProblem
+from gdntune.problem import Contract, Problem
+from gdntune.session import Session
+from gdntune.store import Store, object_spec
+from gdntune.timing import Policy
+
+CONTRACT = Contract(K=64, V=64, state_dtype="fp32")
+PROBLEM = Problem(CONTRACT, 3, 1, 2)
+SEARCH = Search(screen_rounds=4, keep=2, final_rounds=12, max_cell_seconds=5.0)
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory):
+    """A store with four decode variants and two floors of a small contract."""
+    device, store = arch.detect("cpu"), Store(tmp_path_factory.mktemp("objects"))
+    decode = kernels.variants(CONTRACT, device)[:4]
+    floor = kernels.variants(CONTRACT, device, "floor")[:2]
+    objects = [
+        (object_spec(kernels.get(v.kernel), CONTRACT, v, device), kernels.get(v.kernel).compiler)
+        for v in (*decode, *floor)
+    ]
+    assert all(b.ok for b in build.compile_objects(objects, store))
+    return store, list(decode), list(floor)
+
+
+def a_session(store, l2="warm"):
+    """A session on this CPU."""
+    return Session(arch.detect("cpu"), 0, store, Policy(l2=l2))
+
+
+def test_a_cell_keeps_its_leaders_and_its_default(variants):
+    """All variants are screened, the leaders and decode[0], the default's choice, are timed to the end, floors beside them."""
+    store, decode, floor = variants
+    result = a_session(store).time_cell(PROBLEM, decode, floor, SEARCH)
+    finals = [t for t in result.timed if t.final_us]
+    assert all(len(t.screen_us) >= 3 for t in result.timed)
+    assert {len(t.final_us) for t in finals} == {12}
+    assert {t.variant.id for t in finals if t.role == "floor"} == {v.id for v in floor}
+    assert decode[0].id in {t.variant.id for t in finals}
+    assert 2 <= sum(t.role == "decode" for t in finals) <= 3
+    assert result.stop == "12 final rounds"
+
+
+def test_a_cell_ends_with_its_time(variants):
+    """max_cell_seconds leaves fewer rounds, and the stop rule says so."""
+    store, decode, floor = variants
+    result = a_session(store).time_cell(
+        PROBLEM, decode, floor, msgspec.structs.replace(SEARCH, final_rounds=10**6, max_cell_seconds=0.2)
+    )
+    assert result.stop == "max_cell_seconds=0.2"
+    assert 20 <= max(len(t.final_us) for t in result.timed) < 10**6
+
+
+def test_rotate_walks_through_the_pool(variants):
+    """Fault: one buffer timed again and again is the cache: under rotate each round takes other slots, kernels and floors alike."""
+    store, decode, _floor = variants
+    mine = a_session(store, "rotate")
+    calls = mine.calls(PROBLEM, "decode", decode[:1])
+    turns = calls.case.state.shape[0] // PROBLEM.B
+    assert turns > 1
+    changed = []
+    for r in range(turns):
+        before = calls.case.state.clone()
+        calls.calls[0](r)
+        changed.append(frozenset((calls.case.state != before).flatten(1).any(1).nonzero().flatten().tolist()))
+    assert sorted(slot for turn in changed for slot in turn) == list(range(calls.case.state.shape[0]))
+    states = {a[0].data_ptr() for a in session._floor_arguments(PROBLEM, turns, "cpu")}
+    assert len(states) == turns
+
+
+def test_rotate_needs_a_pool(variants):
+    """Without slots there is nothing to walk through, and a warm time would be reported as cold."""
+    store, decode, _ = variants
+    problem = msgspec.structs.replace(PROBLEM, contract=CONTRACT.replace(pool=False))
+    with pytest.raises(UnsupportedProblem, match="rotate.*pool=True"):
+        a_session(store, "rotate").calls(problem, "decode", decode[:1])
+
+
+def test_states_are_restored_before_the_final_rounds(variants):
+    """The samples that decide start from the state that was made, not from one that the screen decayed."""
+    store, decode, _ = variants
+    calls = a_session(store).calls(PROBLEM, "decode", decode[:1])
+    kept = calls.case.state.clone()
+    for r in range(5):
+        calls.calls[0](r)
+    assert not torch.equal(calls.case.state, kept)
+    calls.restore()
+    assert torch.equal(calls.case.state, kept)
+    assert calls.finite()
