@@ -1,27 +1,33 @@
 """The command line: parses, calls one function, prints. What a command needs is imported when it runs."""
 
-import functools
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gdntune import __version__
-from gdntune.errors import ConfigError, GdntuneError, UnsupportedProblem
+from gdntune import __version__, cli_results
+from gdntune.cli_common import (
+    FINDINGS,
+    L2,
+    AsJson,
+    Bundles,
+    ConfigFile,
+    DeviceKind,
+    Index,
+    Jobs,
+    Timer,
+    config_of,
+    print_json,
+    refusing,
+    target_of,
+    terminal,
+)
+from gdntune.errors import UnsupportedProblem
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from gdntune.arch import Device
-    from gdntune.config import Config
     from gdntune.report import Report
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-FINDINGS, WRONG_USE, INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     name="gdntune",
@@ -31,44 +37,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-tables = typer.Typer(help="Look at dispatch tables.", no_args_is_help=True)
-app.add_typer(tables, name="table")
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped config such as quickstart.")
-]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Compiling processes; by default one a usable core.")]
-Index = Annotated[int, typer.Option(min=0, help="Which CUDA device, by torch's numbering.")]
-DeviceKind = Annotated[
-    Literal["auto", "cpu", "cuda"] | None,
-    typer.Option(help="Instead of the config's device; auto is CUDA where it is."),
-]
-Timer = Annotated[Literal["auto", "cupti", "events", "cpu"] | None, typer.Option(help="Instead of the config's timer.")]
-L2 = Annotated[
-    Literal["cold-clean", "cold-dirty", "rotate", "warm"] | None,
-    typer.Option(help="Instead of the config's L2 policy."),
-]
-Bundles = Annotated[
-    list[Path] | None, typer.Option(help="Folder of compiled objects, from `gdntune compile`; may be repeated.")
-]
-
-
-def refusing(function: F) -> F:
-    """A command whose gdntune errors are one message on stderr and exit code 2."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except GdntuneError as e:
-            typer.echo(f"gdntune: {e}", err=True)
-            raise typer.Exit(WRONG_USE) from None
-        except KeyboardInterrupt:
-            typer.echo("gdntune: interrupted; what was journalled stays, and the same command goes on there", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-
-    return call  # type: ignore[return-value]
 
 
 def _version(wanted: bool) -> None:
@@ -111,7 +79,7 @@ def sweep(
     from gdntune.progress import progress
     from gdntune.store import Store
 
-    wanted = _config(config)
+    wanted = config_of(config)
     found = arch.detect(device or wanted.device, index)
     folder = out or Path("results") / wanted.name
     changes = {name: value for name, value in (("timer", timer), ("l2", l2)) if value is not None}
@@ -129,7 +97,7 @@ def sweep(
     made, files = _written(folder)
     if as_json:
         chosen = made.frame[made.frame["chosen"]]
-        _json(
+        print_json(
             {
                 "config": wanted.name,
                 "device": found,
@@ -183,7 +151,7 @@ def bench(
     from gdntune.progress import progress
     from gdntune.store import Store
 
-    wanted = _config(config)
+    wanted = config_of(config)
     found = arch.detect(device or wanted.device, index)
     folder = out or Path("results") / f"{wanted.name}-bench"
     changes = {name: value for name, value in (("timer", timer), ("l2", l2)) if value is not None}
@@ -204,7 +172,7 @@ def bench(
     made, files = _written(folder)
     cells = len(wanted.problems())
     if as_json:
-        _json(
+        print_json(
             {
                 "config": wanted.name,
                 "device": found,
@@ -236,7 +204,7 @@ def _written(folder: Path) -> tuple["Report", list[str]]:
 
 def _told(made: "Report", notes: list[str], folder: Path, files: list[str]) -> None:
     """Prints a report, what else a user should know, and where it is."""
-    made.terminal(_console())
+    made.terminal(terminal())
     for note in notes:
         typer.echo(note)
     typer.echo(f"\n{folder}: {', '.join(files)}")
@@ -259,8 +227,8 @@ def compile_(
     from gdntune.search import plan_objects
     from gdntune.store import Store, write_bundle
 
-    wanted = _config(config)
-    device = _target(arch)
+    wanted = config_of(config)
+    device = target_of(arch)
     objects = plan_objects(wanted, device)
     if not objects:
         raise UnsupportedProblem(
@@ -278,7 +246,7 @@ def compile_(
     worst = max(manifests, key=lambda m: m.registers or 0, default=None)
     spilling = [m for m in manifests if m.spill_bytes]
     if as_json:
-        _json(
+        print_json(
             {
                 "config": wanted.name,
                 "arch": device.arch,
@@ -307,352 +275,6 @@ def compile_(
         raise typer.Exit(FINDINGS)
 
 
-@app.command("report")
-@refusing
-def report_(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders that `gdntune sweep` wrote, or journals.")
-    ],
-    form: Annotated[
-        Literal["md", "csv", "html", "terminal"] | None,
-        typer.Option("--format", help="By default what --out's name ends in, else terminal."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write to this file instead of the terminal; html goes beside the first RUN."),
-    ] = None,
-    against: Annotated[
-        list[str] | None,
-        typer.Option(help="Others' figures to stand beside ours: published:flashinfer-pr-3127; may be repeated."),
-    ] = None,
-) -> None:
-    """Show what sweeps found: times, share of the DRAM's peak, time over the floor, which variant was chosen.
-
-    html is one file with pictures and samples, which opens without a network. It needs matplotlib: pip install 'gdntune[report]'.
-    """
-    from gdntune.published import published
-    from gdntune.report import report
-    from gdntune.store import atomic_write
-
-    suffix = {".md": "md", ".csv": "csv", ".html": "html"}.get(out.suffix if out else "", "terminal")
-    form = form or suffix  # type: ignore[assignment]
-    if form == "csv" and against:
-        raise UnsupportedProblem(
-            "--against with csv: accepted are md, html and the terminal; a CSV holds our measurements"
-        )
-    made = report(runs, [published(name) for name in dict.fromkeys(against or ())])
-    if form == "terminal":
-        if out is None:
-            made.terminal(_console(), details=True)
-            return
-        raise UnsupportedProblem(
-            f"--out {out} as terminal: accepted are files of md, csv and html; name one, or give --format"
-        )
-    if form == "html" and out is None:
-        # A page is of no use in a terminal.
-        out = (
-            runs[0] / "report.html"
-            if runs[0].is_dir()
-            else runs[0].parent / f"{runs[0].name.partition('.jsonl')[0]}.html"
-        )
-        typer.echo(f"{out}")
-    text = made.markdown() if form == "md" else made.csv() if form == "csv" else made.html()
-    if out is None:
-        typer.echo(text, nl=False)
-    else:
-        try:
-            atomic_write(out, text.encode())
-        except OSError as e:
-            raise UnsupportedProblem(f"--out {out}: cannot be written: {e.strerror or e}") from None
-
-
-@tables.command("show")
-@refusing
-def table_show(
-    path: Annotated[Path, typer.Argument(help="A table, as `gdntune sweep` writes it.")], as_json: AsJson = False
-) -> None:
-    """Print a table: where it comes from, and each rule's intervals with their evidence."""
-    from gdntune import kernels, table
-    from gdntune.render.tables import table_document
-    from gdntune.render.terminal import print_document
-
-    found = table.load(path)
-    if as_json:
-        _json(found)
-        return
-    old = table.stale(found, kernels.fingerprints(found.device.kind))
-    print_document(table_document(found, str(path), old), _console())
-
-
-@tables.command("validate")
-@refusing
-def table_validate(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", exists=True, dir_okay=False, help="Tables to look at.")
-    ],
-    as_json: AsJson = False,
-) -> None:
-    """Say whether tables can be trusted; the exit code is 1 where one cannot. A stale one is said to be, and is no fault."""
-    from gdntune import kernels, table
-    from gdntune.errors import TableError
-
-    results: list[dict[str, Any]] = []
-    for path in paths:
-        try:
-            found = table.load(path)
-        except TableError as e:
-            results.append({"path": str(path), "fault": str(e), "stale": []})
-        else:
-            old = table.stale(found, kernels.fingerprints(found.device.kind))
-            results.append({"path": str(path), "fault": None, "stale": old})
-    if as_json:
-        _json(results)
-    else:
-        for r in results:
-            note = f", stale: {', '.join(r['stale'])} was measured with other code" if r["stale"] else ""
-            typer.echo(r["fault"] or f"{r['path']}: valid{note}")
-    if any(r["fault"] for r in results):
-        raise typer.Exit(FINDINGS)
-
-
-@app.command()
-@refusing
-def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A sweep's folder, or its journal (.jsonl or .jsonl.xz).")],
-    regret: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="How much slower than a cell's best a choice may be; as the sweep's config."),
-    ] = 0.01,
-    without: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--without-variants", help="A pattern such as '*.tv8.*'; what fits counts as never timed. May be repeated."
-        ),
-    ] = None,
-    keep_default: Annotated[
-        bool,
-        typer.Option(
-            "--keep-default", help="Of equally small tables, that which leaves the default rule's choices at ties."
-        ),
-    ] = False,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the table to this file.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Derive the table anew from a journal, without a device; with the sweep's settings it is the sweep's table, byte for byte."""
-    from gdntune import judge, table
-
-    found = judge.replay(run, regret=regret, without=without or (), keep_default=keep_default)
-    if out is not None:
-        table.save(found.table, out)
-    if as_json:
-        _json(found.table)
-        return
-    typer.echo(judge.replay_words(found))
-    for note in found.notes:
-        typer.echo(note)
-    if out is not None:
-        typer.echo(f"table: {out}")
-
-
-@app.command("judge")
-@refusing
-def judge_(
-    paths: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="[TABLE] JOURNAL", help="A table and a journal; the journal alone with --hold-out or --share."
-        ),
-    ],
-    hold_out: Annotated[
-        Literal["every-second"] | None,
-        typer.Option(help="Derive from every second work unit, judge on those between; then the other way round."),
-    ] = None,
-    share: Annotated[
-        float | None,
-        typer.Option(help="Derive from this share of the samples, by successive halving; judge on samples kept apart."),
-    ] = None,
-    limit: Annotated[
-        float | None, typer.Option(min=0, help="The largest regret that is accepted, such as 0.03; 32 ns always are.")
-    ] = None,
-    mean_limit: Annotated[float | None, typer.Option(min=0, help="The largest mean regret that is accepted.")] = None,
-    details: Annotated[bool, typer.Option("--cells", help="Print every cell.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Judge a table by another journal's samples: its regret and the default rule's, a cell and in all. Needs no device.
-
-    The exit code is 1 where a limit is given and the regret is above it, or a cell could not be judged.
-    """
-    from gdntune import journal, judge, table
-    from gdntune.render.terminal import print_document
-
-    alone = hold_out is not None or share is not None
-    if hold_out is not None and share is not None:
-        raise UnsupportedProblem("--hold-out with --share: give one or the other")
-    if len(paths) != (1 if alone else 2):
-        raise UnsupportedProblem(
-            f"{len(paths)} files: accepted are TABLE JOURNAL, or JOURNAL alone with --hold-out every-second or --share 0.25"
-        )
-    run, records = journal.read(paths[-1])
-    if share is not None:
-        cost = judge.cost(records, run, share)
-        found, document = cost.table, judge.cost_document(cost, str(paths[-1]))
-        whole: Any = cost
-    else:
-        if hold_out:
-            found = judge.hold_out_every_second(records, run)
-        else:
-            found = judge.judge(table.load(paths[0]), records, run, about=str(paths[0]))
-        document = judge.judgement_document(found, str(paths[-1]))
-        whole = found
-    if as_json:
-        _json(whole)
-    else:
-        print_document(document, _console(), details=details)
-    above = found.above(limit) if limit is not None else []
-    too_much = mean_limit is not None and (found.table.regret_mean is None or found.table.regret_mean > mean_limit)
-    if above:
-        typer.echo(f"{len(above)} cells are above the limit of {limit:.2%}, or not judged", err=True)
-    if too_much:
-        typer.echo(f"the mean regret is above the limit of {mean_limit:.2%}", err=True)
-    if above or too_much:
-        raise typer.Exit(FINDINGS)
-
-
-@app.command("compare")
-@refusing
-def compare_(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The journal, or folder, to compare with.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The journal, or folder, that is judged.")],
-    variant: Annotated[
-        str, typer.Option(help="A variant's id; chosen: at each cell what the journals' tables name.")
-    ] = "chosen",
-    details: Annotated[
-        bool, typer.Option("--cells", help="Print every cell, not only those that are not SAME.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Say of each cell of two journals whether B is FASTER, SLOWER, the SAME or UNCLEAR; the exit code is 1 where one is SLOWER."""
-    from gdntune import compare
-    from gdntune.render.terminal import print_document
-
-    found = compare.compare(a, b, variant)
-    if as_json:
-        _json(found)
-    else:
-        print_document(compare.comparison_document(found, f"{a}, {b}"), _console(), details=details)
-    if found.counts["SLOWER"]:
-        raise typer.Exit(FINDINGS)
-
-
-@tables.command("diff")
-@refusing
-def table_diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A table.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
-    as_json: AsJson = False,
-) -> None:
-    """Show the work units at which two tables choose otherwise; the exit code is 1 where there are any."""
-    from gdntune import merge, table
-    from gdntune.render.terminal import print_document
-
-    found = merge.diff(table.load(a), table.load(b))
-    if as_json:
-        _json(found)
-    else:
-        print_document(merge.diff_document(found, f"{a}, {b}"), _console())
-    if found.choices:
-        raise typer.Exit(FINDINGS)
-
-
-@tables.command("merge")
-@refusing
-def table_merge(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A table.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another, of the same device, policy and kernels.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the merged table goes.")],
-    prefer: Annotated[
-        Literal["first", "second"] | None, typer.Option(help="Whose rule counts where the two choose otherwise.")
-    ] = None,
-) -> None:
-    """Make one table of two: all rules of both; where they choose otherwise it is refused, unless --prefer says whose counts."""
-    from gdntune import merge, table
-
-    made = merge.merge(table.load(a), table.load(b), prefer)
-    table.save(made, out)
-    typer.echo(f"{out}: {len(made.rules)} rules, {len(made.variants)} variants")
-
-
-@app.command()
-@refusing
-def explain(
-    work_units: Annotated[int | None, typer.Option(help="B*HV; instead of --B and --HV.")] = None,
-    B: Annotated[int | None, typer.Option("--B", help="Batch size.")] = None,
-    HV: Annotated[int | None, typer.Option("--HV", help="Value heads.")] = None,
-    op: Annotated[Literal["gdn_decode", "kda_decode"], typer.Option(help="What is computed.")] = "gdn_decode",
-    tokens: Annotated[int, typer.Option(help="T, tokens a request and call.")] = 1,
-    K: Annotated[int, typer.Option("--K", help="Key head size.")] = 128,
-    V: Annotated[int, typer.Option("--V", help="Value head size.")] = 128,
-    layout: Annotated[
-        Literal["k_last", "v_last"], typer.Option(help="[slots, HV, V, K] or [slots, HV, K, V].")
-    ] = "k_last",
-    state_dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Of the state.")] = "bf16",
-    input_dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Of q, k, v and the output.")] = "bf16",
-    gate: Annotated[
-        Literal["raw", "log", "softplus", "lower_bound"] | None, typer.Option(help="By default the op's first.")
-    ] = None,
-    beta: Annotated[Literal["logit", "given"], typer.Option(help="Whether a sigmoid is applied.")] = "logit",
-    mode: Annotated[Literal["update", "frozen"], typer.Option(help="Whether the final state is written.")] = "update",
-    intermediate: Annotated[
-        Literal["none", "dense", "indexed", "slots"], typer.Option(help="Where the state after each token goes.")
-    ] = "none",
-    accepted: Annotated[bool, typer.Option("--accepted", help="With slots: num_accepted_tokens is given.")] = False,
-    pool: Annotated[bool, typer.Option(help="Whether the state is a pool of slots named by indices.")] = True,
-    ragged: Annotated[bool, typer.Option("--ragged", help="Packed rows with cu_seqlens.")] = False,
-    table_path: Annotated[
-        Path | None, typer.Option("--table", help="Ask this table instead of the one in use.")
-    ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Whose table.")] = "auto",
-    index: Index = 0,
-    as_json: AsJson = False,
-) -> None:
-    """Say which variant the runtime calls for a contract at some work units, and why."""
-    from gdntune.explain import explanation
-    from gdntune.problem import GATES, Contract, check_contract
-
-    if work_units is None:
-        if B is None or HV is None:
-            raise UnsupportedProblem("work units are not given: accepted are --work-units N, or --B and --HV")
-        work_units = B * HV
-    elif B is not None or HV is not None:
-        raise UnsupportedProblem("--work-units with --B or --HV: give one or the other, work units are B*HV")
-    contract = Contract(
-        op=op,
-        tokens=tokens,
-        K=K,
-        V=V,
-        layout=layout,
-        state_dtype=state_dtype,
-        input_dtype=input_dtype,
-        gate=gate or GATES[op][0],  # type: ignore[arg-type]
-        beta=beta,
-        mode=mode,
-        intermediate=intermediate,
-        accepted=accepted,
-        pool=pool,
-        ragged=ragged,
-    )
-    said = explanation(check_contract(contract), work_units, table_path, device, index)
-    if as_json:
-        _json(said)
-        return
-    typer.echo(f"{said['contract']}, {work_units} work units, on {said['device']}")
-    typer.echo(f"  table:   {said['table'] or 'none'}{said['origin'] and ' (' + said['origin'] + ')'}")
-    typer.echo(f"  variant: {said['variant'] or 'none'}")
-    typer.echo(f"  why:     {said['reason']}")
-    for warning in said["warnings"]:
-        typer.echo(f"  note:    {warning}")
-
-
 @app.command()
 @refusing
 def doctor(index: Index = 0, as_json: AsJson = False) -> None:
@@ -663,9 +285,9 @@ def doctor(index: Index = 0, as_json: AsJson = False) -> None:
 
     findings = examine(index)
     if as_json:
-        _json(findings)
+        print_json(findings)
     else:
-        console = _console()
+        console = terminal()
         for f in findings:
             colour = {"ok": "green", "note": "yellow", "hinders": "red"}[f.status]
             console.print(Text.assemble((f"{f.status:8}", colour), (f"{f.name:9}", "bold"), f.value), soft_wrap=True)
@@ -677,42 +299,5 @@ def doctor(index: Index = 0, as_json: AsJson = False) -> None:
         raise typer.Exit(FINDINGS)
 
 
-def _config(path: Path) -> "Config":
-    """The config in a file, or the shipped one of a name."""
-    from gdntune import config
-
-    if not path.suffix and not path.exists():
-        inside = Path(__file__).parent / "configs"
-        folder = inside if inside.exists() else Path(__file__).parent.parent / "configs"
-        shipped = {p.stem: p for p in sorted(folder.glob("*.yaml"))}
-        named = shipped.get(path.name) if path.name == str(path) else None
-        if named is None:
-            raise ConfigError(
-                f"{path}: no such file or shipped config; accepted are a YAML file and {', '.join(shipped)}"
-            )
-        path = named
-    return config.load(path)
-
-
-def _target(name: str) -> "Device":
-    """The device to compile for."""
-    from gdntune import arch
-
-    if name in ("cpu", "native"):
-        return arch.detect("cpu" if name == "cpu" else "auto")
-    return arch.target(name)
-
-
-def _console() -> "Console":
-    """Standard output; where it is no terminal, without colours and wide enough for every table."""
-    from rich.console import Console
-
-    from gdntune.render.document import WIDTH
-
-    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-
-
-def _json(value: Any) -> None:
-    import msgspec
-
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+app.add_typer(cli_results.results)
+app.add_typer(cli_results.tables, name="table")

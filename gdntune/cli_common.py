@@ -1,0 +1,99 @@
+"""What the commands share: options, refusals as one message, how they print. Parsing and printing only."""
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import typer
+
+from gdntune.errors import ConfigError, GdntuneError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gdntune.arch import Device
+    from gdntune.config import Config
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FINDINGS, WRONG_USE, INTERRUPTED = 1, 2, 130
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped config such as quickstart.")
+]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Compiling processes; by default one a usable core.")]
+Index = Annotated[int, typer.Option(min=0, help="Which CUDA device, by torch's numbering.")]
+DeviceKind = Annotated[
+    Literal["auto", "cpu", "cuda"] | None,
+    typer.Option(help="Instead of the config's device; auto is CUDA where it is."),
+]
+Timer = Annotated[Literal["auto", "cupti", "events", "cpu"] | None, typer.Option(help="Instead of the config's timer.")]
+L2 = Annotated[
+    Literal["cold-clean", "cold-dirty", "rotate", "warm"] | None,
+    typer.Option(help="Instead of the config's L2 policy."),
+]
+Bundles = Annotated[
+    list[Path] | None, typer.Option(help="Folder of compiled objects, from `gdntune compile`; may be repeated.")
+]
+
+
+def refusing(function: F) -> F:
+    """A command whose gdntune errors are one message on stderr and exit code 2."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except GdntuneError as e:
+            typer.echo(f"gdntune: {e}", err=True)
+            raise typer.Exit(WRONG_USE) from None
+        except KeyboardInterrupt:
+            typer.echo("gdntune: interrupted; what was journalled stays, and the same command goes on there", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+    return call  # type: ignore[return-value]
+
+
+def config_of(path: Path) -> "Config":
+    """The config in a file, or the shipped one of a name."""
+    from gdntune import config
+
+    if not path.suffix and not path.exists():
+        inside = Path(__file__).parent / "configs"
+        folder = inside if inside.exists() else Path(__file__).parent.parent / "configs"
+        shipped = {p.stem: p for p in sorted(folder.glob("*.yaml"))}
+        named = shipped.get(path.name) if path.name == str(path) else None
+        if named is None:
+            raise ConfigError(
+                f"{path}: no such file or shipped config; accepted are a YAML file and {', '.join(shipped)}"
+            )
+        path = named
+    return config.load(path)
+
+
+def target_of(name: str) -> "Device":
+    """The device to compile for."""
+    from gdntune import arch
+
+    if name in ("cpu", "native"):
+        return arch.detect("cpu" if name == "cpu" else "auto")
+    return arch.target(name)
+
+
+def terminal() -> "Console":
+    """Standard output; where it is no terminal, without colours and wide enough for every table."""
+    from rich.console import Console
+
+    from gdntune.render.document import WIDTH
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output."""
+    import msgspec
+
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
