@@ -327,6 +327,7 @@ class _Bench:
                 seconds=round(got.seconds, 4),
                 clocks_before=msgspec.to_builtins(got.before),
                 clocks_after=msgspec.to_builtins(got.after),
+                default_variant=kernels.default(problem.contract, problem.work_units, self.device).id,
             ),
         ]
 

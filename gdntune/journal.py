@@ -98,6 +98,7 @@ class Cell(_Record, frozen=True, kw_only=True):
     """Closes a pass over a cell: the trials of this problem since its last Cell belong together; a failed one voids them.
 
     stop: which condition ended it. clocks_before, clocks_after: as read by NVML, empty where there is none.
+    default_variant: what the kernel's default rule chose here when it was timed; absent where it chose none, or an older version wrote.
     """
 
     problem: Problem
@@ -107,6 +108,7 @@ class Cell(_Record, frozen=True, kw_only=True):
     seconds: float = 0.0
     clocks_before: dict[str, Any] = {}
     clocks_after: dict[str, Any] = {}
+    default_variant: str | msgspec.UnsetType = msgspec.UNSET
 
 
 Record = Build | Check | Trial | Cell

@@ -15,7 +15,7 @@ import pandas as pd
 
 from gdntune import derive, journal, kernels, sol, table
 from gdntune.errors import GdntuneError, JournalError, MeasurementError
-from gdntune.journal import Check, Record, Run, Trial
+from gdntune.journal import Cell, Check, Record, Run, Trial
 from gdntune.problem import Contract, Problem
 from gdntune.published import Published
 from gdntune.render import against
@@ -71,7 +71,10 @@ NOTHING = "-"
 
 
 class Source(NamedTuple):
-    """One sweep. name: its config's, numbered where several runs share it. table: None where no cell has a choice."""
+    """One sweep. name: its config's, numbered where several runs share it. table: None where no cell has a choice.
+
+    defaults: what the default rule chose at a cell when it was timed, where the journal has it.
+    """
 
     name: str
     run: Run
@@ -79,6 +82,7 @@ class Source(NamedTuple):
     table: table.Table | None
     digest: str
     notes: tuple[str, ...]
+    defaults: dict[Problem, str]
 
     @property
     def peak_gb_s(self) -> float | None:
@@ -187,7 +191,9 @@ def _source(name: str, path: Path, run: Run, records: list[Record]) -> Source:
             found = derive.derive(records, run)
         except (JournalError, MeasurementError) as e:
             notes.append(f"no table could be made: {e}")
-    return Source(name, run, records, found, digest, tuple(notes))
+    cells = (r for r in records if isinstance(r, Cell))
+    defaults = {r.problem: r.default_variant for r in cells if isinstance(r.default_variant, str)}
+    return Source(name, run, records, found, digest, tuple(notes), defaults)
 
 
 def frame(sources: Sequence[Source]) -> "pd.DataFrame":
@@ -337,7 +343,10 @@ def _choice(source: Source, problem: Problem) -> str | None:
 
 
 def _default(source: Source, problem: Problem) -> str | None:
-    """The variant of the default rule, as it is installed; None where this version has none for the contract."""
+    """The variant of the default rule: as the journal has it, else as it is installed; None where there is none for the contract."""
+    noted = source.defaults.get(problem)
+    if noted is not None:
+        return noted
     try:
         return kernels.default(problem.contract, problem.work_units, source.run.device).id
     except (GdntuneError, LookupError, ValueError):

@@ -299,7 +299,9 @@ class _Sweep:
             if (problem.contract, default.id) in checked:
                 variants.insert(0, default)
             if variants:
-                journal.extend(self._timed(child, problem, variants))
+                journal.extend(
+                    self._timed(child, problem, variants, default.id if default in variants else msgspec.UNSET)
+                )
             else:
                 journal.append(
                     Cell(problem=problem, status="failed", reason="no variant compiled and passed its check")
@@ -307,7 +309,9 @@ class _Sweep:
             self.progress.step()
         self.progress.end()
 
-    def _timed(self, child: Child, problem: Problem, variants: list[Variant]) -> list[Record]:
+    def _timed(
+        self, child: Child, problem: Problem, variants: list[Variant], default: str | msgspec.UnsetType
+    ) -> list[Record]:
         floors = self.floors[problem.contract]
         limit = self.config.search.max_cell_seconds + CELL_GRACE_S
         got: Any = Crashed("", "")
@@ -322,7 +326,7 @@ class _Sweep:
             if isinstance(got, Crashed) or not got.throttled:
                 break
         if isinstance(got, Crashed):
-            return self._culprits(child, problem, variants, floors, got, limit)
+            return self._culprits(child, problem, variants, floors, got, limit, default)
         records: list[Record] = []
         for t in got.timed:
             records.append(
@@ -353,6 +357,7 @@ class _Sweep:
                 seconds=round(got.seconds, 4),
                 clocks_before=msgspec.to_builtins(got.before),
                 clocks_after=msgspec.to_builtins(got.after),
+                default_variant=default,
             )
         )
         return records
@@ -365,6 +370,7 @@ class _Sweep:
         floors: list[Variant],
         whole: Crashed,
         limit: float,
+        default: str | msgspec.UnsetType,
     ) -> list[Record]:
         """After a cell took its process down: finds the variants that do so alone, journals them, times the rest."""
         quick = msgspec.structs.replace(self.config.search, screen_rounds=2, final_rounds=2, keep=1)
@@ -385,7 +391,9 @@ class _Sweep:
                 self.usable[contract] = [v for v in usable if v.id not in bad]
         rest = [v for v in variants if v.id not in bad]
         return trials + (
-            self._timed(child, problem, rest) if rest else [Cell(problem=problem, status="failed", reason=whole.reason)]
+            self._timed(child, problem, rest, default if default not in bad else msgspec.UNSET)
+            if rest
+            else [Cell(problem=problem, status="failed", reason=whole.reason)]
         )
 
     # -- finish

@@ -336,3 +336,18 @@ def _report_of(header, found):
 
     with tempfile.TemporaryDirectory() as temporary:
         return report([synthetic.write(Path(temporary), header, found, with_table=False)])
+
+
+def test_the_default_rule_is_the_journals(tmp_path, made):
+    """Fault: a change of the default rule changed the report of a journal that was measured before it."""
+    header = synthetic.run()
+    found = synthetic.records(header)
+    cells = [r for r in found if isinstance(r, Cell)]
+    other = next(
+        r.variant.id for r in found if isinstance(r, Trial) and r.problem == cells[0].problem and r.stage == "final"
+    )
+    noted = [msgspec.structs.replace(r, default_variant=other) if isinstance(r, Cell) else r for r in found]
+    frame = report([synthetic.write(tmp_path / "noted", header, noted)]).frame
+    assert set(frame.loc[frame["default_mean_us"].notna(), "variant"]) >= {other}
+    default = frame[frame["variant"] == other]
+    assert (default["speedup_over_default"].dropna() == 1.0).all() and default["speedup_over_default"].notna().any()
