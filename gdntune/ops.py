@@ -102,7 +102,8 @@ def gated_delta_rule_decode(
         clamp(num_accepted_tokens[n], 1, 1+S) - 1 (0 without num_accepted_tokens). Nothing else is written unless
         output_state_indices is given.
     cu_seqlens: [B+1]: ragged batches; q, k, v, gates and output are packed rows [1, total, ...], lengths 0 to max_tokens (at most 16, the
-        default); rows beyond cu_seqlens[-1] are untouched.
+        default); rows beyond cu_seqlens[-1] are untouched. A longer length is cut where the compiled object ends (max_tokens on the
+        CPU, 8 or 16 on CUDA), so that nothing outside the tensors is touched.
     scale: of q, default K**-0.5. use_qk_l2norm: q, k <- x rsqrt(sum x^2 + 1e-6). allow_neg_eigval doubles beta.
     batch_invariant: one variant for all batch sizes, so that a token does not depend on the batch it is decoded in.
     output: [B, T, HV, V] of q's dtype to write to; None allocates a fresh tensor each call.
