@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from gdntune import bench_session, kernels, peers, session
-from gdntune.arch import Device, software
+from gdntune.arch import Device
 from gdntune.bench_session import Found, Named, Probe
 from gdntune.build import Built, compile_objects
 from gdntune.config import Config
 from gdntune.derive import derive
 from gdntune.dispatch import Runtime
 from gdntune.errors import GdntuneError, JournalError, MeasurementError
-from gdntune.journal import FILE, Build, Cell, Check, Journal, Record, Run, Trial, digest, now
+from gdntune.journal import FILE, Build, Cell, Check, Journal, Record, Run, Trial, digest
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.search import (
@@ -30,6 +30,7 @@ from gdntune.search import (
     Crashed,
     Progress,
     failures,
+    run_header,
 )
 from gdntune.store import ObjectSpec, Store, object_spec
 from gdntune.table import Table, save
@@ -115,17 +116,7 @@ class _Bench:
                 raise MeasurementError(f"the timing process does not start: {resolved.reason}")
             policy, note, peaks = resolved
             self.notes += [note] if note else []
-            header = Run(
-                config=self.config.name,
-                config_sha256=self.config.sha256,
-                device=self.device,
-                software={**software(), **self._origins()},
-                policy={"timer": policy.timer, "l2": policy.l2},
-                kernels=kernels.fingerprints(self.device.kind),
-                peaks={name: round(value, 1) for name, value in peaks.items()},
-                started=now(),
-                command=self.command,
-            )
+            header = run_header(self.config, self.device, policy, peaks, self.command, self._origins())
             with Journal.open(self.folder, header) as journal:
                 self._drop_unbuilt(journal, built)
                 self._check(journal)

@@ -5,7 +5,7 @@ is in the journal is not done again.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -129,6 +129,28 @@ def plan_objects(config: Config, device: Device) -> list[tuple[ObjectSpec, str]]
     return list(found.values())
 
 
+def run_header(
+    config: Config,
+    device: Device,
+    policy: Policy,
+    peaks: Mapping[str, float],
+    command: str,
+    origins: Mapping[str, str] | None = None,
+) -> Run:
+    """A journal's first line. policy: as resolved. origins: what else must be equal for two runs to share a journal, by name."""
+    return Run(
+        config=config.name,
+        config_sha256=config.sha256,
+        device=device,
+        software={**software(), **(origins or {})},
+        policy={"timer": policy.timer, "l2": policy.l2},
+        kernels=kernels.fingerprints(device.kind),
+        peaks={name: round(value, 1) for name, value in peaks.items()},
+        started=now(),
+        command=command,
+    )
+
+
 def sweep(
     config: Config,
     folder: Path,
@@ -186,17 +208,7 @@ class _Sweep:
             policy, note, peaks = resolved
             if note:
                 self.notes.append(note)
-            header = Run(
-                config=self.config.name,
-                config_sha256=self.config.sha256,
-                device=self.device,
-                software=software(),
-                policy={"timer": policy.timer, "l2": policy.l2},
-                kernels=kernels.fingerprints(self.device.kind),
-                peaks={name: round(value, 1) for name, value in peaks.items()},
-                started=now(),
-                command=self.command,
-            )
+            header = run_header(self.config, self.device, policy, peaks, self.command)
             with Journal.open(self.folder, header) as journal:
                 self._journal_builds(journal, built)
                 self._check_all(journal, child)

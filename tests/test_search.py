@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import time
 
 import pytest
@@ -168,7 +169,7 @@ def test_a_broken_variant_never_reaches_a_table(kind, status, reason, monkeypatc
     outcome = run(tmp_path, store, text)
     failed = [r for r in outcome.records if isinstance(r, Check) and r.status != "ok"]
     assert failed and all("tv16.ilp2.vec8" in r.variant and r.status == status for r in failed)
-    assert all(__import__("re").search(reason, r.reason) for r in failed), [r.reason for r in failed]
+    assert all(re.search(reason, r.reason) for r in failed), [r.reason for r in failed]
     assert not any("tv16.ilp2.vec8" in name for name in outcome.table.variants)
     assert not any(
         isinstance(r, Trial) and "tv16.ilp2.vec8" in r.variant.id and r.role == "decode" for r in outcome.records

@@ -129,7 +129,7 @@ def _candidates(c: Contract) -> list[Knobs]:
 
 
 def _worth_trying(c: Contract, s: Knobs) -> bool:
-    """Leaves out what lost everywhere on an H100, HV=64, B=1 to 512 (docs/measured.md, "knobs of recurrent")."""
+    """Leaves out what lost everywhere on an H100, HV=64, B=1 to 512 (docs/measured.md, "What the recurrent kernel owes to what")."""
     elements = held_elements(c, s)
     chunks = s.tile_v // chunk_rows(c, s)
     if chunks > 2 or elements < 8:
