@@ -39,10 +39,13 @@ def _index(x: "Tensor | None", name: str) -> "Tensor | None":
         return None
     import torch
 
-    if x.dtype == torch.int32:
+    dtype = getattr(x, "dtype", None)
+    if dtype == torch.int32:
         return x
-    if x.dtype == torch.int64:
+    if dtype == torch.int64:
         return x.unsqueeze(-1).view(torch.int32)[..., 0]
+    if not isinstance(x, torch.Tensor):
+        raise _not_a_tensor(**{name: x})
     raise UnsupportedProblem(f"{name} has dtype {x.dtype}: accepted are torch.int32 and torch.int64")
 
 
@@ -91,7 +94,7 @@ def gated_delta_rule_decode(
     initial_state: [slots, HV, V, K] (`k_last`) or [slots, HV, K, V] (`v_last`), fp32, bf16 or fp16, any slot stride. The caller's; updated
         in place. Without indices slots is B and row n belongs to request n.
     A_log, dt_bias [HV], a [B, T, HV], b [B, T, HV]: raw gates, decay = exp(-exp(A_log) softplus(a + dt_bias)), beta = sigmoid(b).
-        No NaN arises up to A_log = 88, where exp(A_log) leaves fp32, as long as a + dt_bias is an fp32 number.
+        No NaN arises as long as a + dt_bias is an fp32 number and, on CUDA, A_log is at most 88, beyond which exp leaves fp32.
         Or g [B, T, HV], the log decay, instead of A_log, a and dt_bias; beta [B, T, HV] instead of b.
     initial_state_indices, output_state_indices: [B] int32 or int64: the slot to read, and the slot to write (default: the one read).
         A negative index, one equal to null_index or one outside the pool is padding: no slot is read or written and the output row is
@@ -105,7 +108,8 @@ def gated_delta_rule_decode(
         default); rows beyond cu_seqlens[-1] are untouched. A longer length is cut where the compiled object ends (max_tokens on the
         CPU, 8 or 16 on CUDA), so that nothing outside the tensors is touched.
     scale: of q, default K**-0.5. use_qk_l2norm: q, k <- x rsqrt(sum x^2 + 1e-6). allow_neg_eigval doubles beta.
-    batch_invariant: one variant for all batch sizes, so that a token does not depend on the batch it is decoded in.
+    batch_invariant: one variant for all batch sizes, so that a token does not depend on the batch it is decoded in. A variant gives the
+        same bits at any B and place in it; two variants need not, even where they sum in the same order: compilers fuse differently.
     output: [B, T, HV, V] of q's dtype to write to; None allocates a fresh tensor each call.
 
     Raises UnsupportedProblem (a ValueError) naming the argument, what was given and what is accepted. Values on the device are not checked
@@ -211,7 +215,7 @@ def kda_decode(
 
     g: [B, T, HV, K]. Without A_log it is the log decay; with A_log and dt_bias the gate is -exp(A_log) softplus(g + dt_bias), and with
     lower_bound (static: its presence; dynamic: its value) lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
-    No NaN arises up to A_log = 88, where exp(A_log) leaves fp32, as long as g + dt_bias is an fp32 number.
+    No NaN arises, also where exp(A_log) leaves fp32, as long as g + dt_bias is an fp32 number.
     A_log: one a value head [HV] or one a q/k head [H]. dt_bias: one a value head and k, [HV, K], or one a q/k head and k, [H, K]; flat
     [HV*K] and [H*K] are viewed so.
     beta: [B, T, HV], or its logit b. Every other argument, what is static, ownership and errors are as in `gated_delta_rule_decode`.
@@ -254,13 +258,20 @@ def _decode(
         raise UnsupportedProblem(
             f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: accepted are q [B, T, H, K] and v [B, T, HV, V]"
         ) from None
+    except AttributeError:
+        raise _not_a_tensor(q=q, v=v) from None
     B = N if cu_seqlens is None else _ragged_requests(cu_seqlens, q, read_index, buffer_index, slot_index)
-    signature = (
-        op, gate, b is None, q.dtype, k.dtype, v.dtype, state.dtype, a.dtype, (beta if b is None else b).dtype,
-        None if A_log is None else A_log.dtype, None if dt_bias is None else dt_bias.dtype,
-        T if cu_seqlens is None else 0, max_tokens, K, V, layout, frozen, read_index is None, write_index is None, buffer is None,
-        buffer_index is None, slot_index is None, accepted is None, cu_seqlens is None, batch_invariant, q.device,
-    )  # fmt: skip
+    try:
+        signature = (
+            op, gate, b is None, q.dtype, k.dtype, v.dtype, state.dtype, a.dtype, (beta if b is None else b).dtype,
+            None if A_log is None else A_log.dtype, None if dt_bias is None else dt_bias.dtype,
+            T if cu_seqlens is None else 0, max_tokens, K, V, layout, frozen, read_index is None, write_index is None, buffer is None,
+            buffer_index is None, slot_index is None, accepted is None, cu_seqlens is None, batch_invariant, q.device,
+        )  # fmt: skip
+    except AttributeError:
+        gates = {"a" if gate == "raw" else "g": a, "beta" if b is None else "b": beta if b is None else b}
+        gates |= {} if A_log is None else {"A_log": A_log, "dt_bias": dt_bias}
+        raise _not_a_tensor(q=q, k=k, v=v, initial_state=state, **gates) from None
     bound = _BOUND.get(signature)
     if bound is None:
         contract = _contract(
@@ -327,6 +338,16 @@ def _decode(
 
         raise refusal(bound.contract, arguments, e) from e
     return output
+
+
+def _not_a_tensor(**arguments: Any) -> UnsupportedProblem:
+    """The refusal of arguments of which one is no tensor."""
+    import torch
+
+    others = {name: type(x).__name__ for name, x in arguments.items() if not isinstance(x, torch.Tensor)}
+    return UnsupportedProblem(
+        f"{listed(f'{name} is of type {kind}' for name, kind in others.items())}: accepted is a torch.Tensor"
+    )
 
 
 def _ragged_requests(cu_seqlens: "Tensor", q: "Tensor", read_index: Any, buffer_index: Any, slot_index: Any) -> int:

@@ -63,13 +63,14 @@ def wide_products(ptx: str) -> int:
     return len(re.findall(r"\b(?:mul|mad)\.lo\.[su]64\b", ptx))
 
 
-def compile_ptx(facts: dict, knobs: dict, arch: str) -> str:
-    """The PTX of a setting of `recurrent`; to be run in a process of its own, since the architecture is read at import."""
+def compile_ptx(kernel: str, facts: dict, knobs: dict, arch: str) -> str:
+    """The PTX of a kernel's setting; to be run in a process of its own, since the architecture is read at import."""
+    import importlib
     import os
     import tempfile
 
     os.environ["CUTE_DSL_ARCH"] = arch
-    from gdntune.kernels.recurrent import compile
+    compile = importlib.import_module(f"gdntune.kernels.{kernel}").compile
 
     with tempfile.TemporaryDirectory() as folder:
         ptx = compile(facts, knobs, options=f"--keep-ptx --dump-dir {folder}", prefix="kernel").__ptx__

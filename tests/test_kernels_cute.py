@@ -8,7 +8,7 @@ from ptx import compile_ptx, narrow_products, wide_products
 
 from gdntune import arch, kernels
 from gdntune.build import SPILL_LIMIT_BYTES, compile_objects
-from gdntune.kernels import recurrent_config
+from gdntune.kernels import recurrent_config, wy_config
 from gdntune.problem import Contract
 from gdntune.store import Store, object_spec
 
@@ -34,6 +34,14 @@ CONTRACTS = {
     ),
     "indexed, no pool": Contract(tokens=2, intermediate="indexed", pool=False, layout="v_last", K=64, V=64),
 }
+WY_CONTRACTS = {
+    "T=8": Contract(tokens=8),
+    "T=4, frozen": Contract(tokens=4, mode="frozen"),
+    "T=16, ragged": Contract(tokens=16, ragged=True),
+    "T=8, fp32 state, frozen": Contract(tokens=8, state_dtype="fp32", mode="frozen"),
+    "T=8, fp16 state, K=96": Contract(tokens=8, state_dtype="fp16", K=96, V=192, gate="log", pool=False),
+    "T=8, K=256": Contract(tokens=8, K=256, V=32),
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +53,13 @@ def store(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ptx_of():
     """PTX of a contract's default variant, compiled in another process."""
-    device, kernel = arch.target("sm_90a"), kernels.get("recurrent")
+    device = arch.target("sm_90a")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
 
-        def compiled(contract):
-            variant = kernels.default(contract, 64, device)
-            return pool.submit(compile_ptx, dict(kernel.facts(contract)), variant.knobs, device.arch).result()
+        def compiled(contract, name="recurrent"):
+            kernel = kernels.get(name)
+            knobs = kernel.variant(kernel.default(contract, 64, device)).knobs
+            return pool.submit(compile_ptx, name, dict(kernel.facts(contract)), knobs, device.arch).result()
 
         yield compiled
 
@@ -63,6 +72,10 @@ def test_representative_objects_compile(target, store):
     for contract in CONTRACTS.values():
         kernel = kernels.get("recurrent")
         variant = kernels.default(contract, 64, device)
+        objects.append((object_spec(kernel, contract, variant, device), kernel.compiler))
+    kernel = kernels.get("wy")
+    for contract in WY_CONTRACTS.values():
+        variant = kernel.variant(wy_config.default(contract, 64, device))
         objects.append((object_spec(kernel, contract, variant, device), kernel.compiler))
     kernel = kernels.get("stream")
     objects.append((object_spec(kernel, *kernels.flush(), device, label="flush"), kernel.compiler))
@@ -102,12 +115,37 @@ def test_illegal_knobs_are_refused_with_a_reason(knobs, reason):
     assert reason in (recurrent_config.refuse(Contract(), recurrent_config.Knobs(**setting)) or "")
 
 
+@pytest.mark.parametrize(
+    ("fields", "knobs", "reason"),
+    [
+        ({"op": "kda_decode", "gate": "softplus"}, {}, "op=kda_decode"),
+        ({"layout": "v_last"}, {}, "layout=v_last"),
+        ({"intermediate": "dense"}, {}, "intermediate=dense"),
+        ({"tokens": 1}, {}, "tokens=1"),
+        ({"input_dtype": "fp16"}, {}, "input_dtype=fp16"),
+        ({}, {"rows": 8}, "rows=8"),
+        ({}, {"warps": 3}, "warps=3"),
+        ({}, {"passes": 3}, "passes=3"),
+        ({}, {"warps": 8}, "V=128"),
+        ({}, {"registers": 64}, "registers=64"),
+        ({"state_dtype": "fp32"}, {}, "registers a thread"),
+    ],
+)
+def test_wy_refuses_with_a_reason(fields, knobs, reason):
+    """What the tensor-core kernel does not serve, it says; everything that it tries is legal, and a contract out of its reach has none."""
+    contract = Contract(**{"tokens": 8, **fields})
+    assert reason in (wy_config.refuse(contract, wy_config.Knobs(**{"rows": 32, "warps": 1, **knobs})) or "")
+    assert not knobs or wy_config.refuse(contract, wy_config.Knobs(32, 1)) is None
+    assert all(wy_config.refuse(contract, s) is None for s in wy_config.space(contract, arch.target("sm_90a")))
+
+
 PTX_CASES = {
     "pool": (Contract(), 2),
     "dense intermediate states": (Contract(tokens=8, intermediate="dense", mode="frozen"), 3),
     "slots": (Contract(tokens=8, intermediate="slots", accepted=True, mode="frozen"), 2),
     "v_last, indexed": (Contract(tokens=8, intermediate="indexed", layout="v_last"), 4),
 }
+WY_PTX_CASES = {"pool": (Contract(tokens=8), 2), "frozen": (Contract(tokens=4, mode="frozen"), 1)}
 
 
 @pytest.mark.parametrize("name", PTX_CASES)
@@ -115,6 +153,15 @@ def test_offsets_are_64_bit(name, ptx_of):
     """Fault: slot 2048 of a pool with HV=64, and B=512, T=8 intermediate states, wrapped a 32-bit offset into another slot."""
     contract, products = PTX_CASES[name]
     text = ptx_of(contract)
+    assert narrow_products(text) == []
+    assert wide_products(text) >= products
+
+
+@pytest.mark.parametrize("name", WY_PTX_CASES)
+def test_wy_offsets_are_64_bit(name, ptx_of):
+    """The tensor-core kernel addresses the pool 64 bits wide too."""
+    contract, products = WY_PTX_CASES[name]
+    text = ptx_of(contract, "wy")
     assert narrow_products(text) == []
     assert wide_products(text) >= products
 

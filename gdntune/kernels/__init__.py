@@ -2,7 +2,7 @@
 
 from gdntune.arch import Device
 from gdntune.errors import UnknownName, UnsupportedProblem, listed
-from gdntune.kernels import cpu_recurrent_config, cpu_stream_config, recurrent_config, stream_config
+from gdntune.kernels import cpu_recurrent_config, cpu_stream_config, recurrent_config, stream_config, wy_config
 from gdntune.kernels.spec import Kernel, Role, Variant
 from gdntune.kernels.stream_config import flush
 from gdntune.problem import Contract
@@ -11,7 +11,13 @@ __all__ = ["KERNELS", "default", "fingerprints", "flush", "get", "refuse", "serv
 
 KERNELS: dict[str, Kernel] = {
     k.name: k
-    for k in (recurrent_config.KERNEL, stream_config.KERNEL, cpu_recurrent_config.KERNEL, cpu_stream_config.KERNEL)
+    for k in (
+        recurrent_config.KERNEL,
+        wy_config.KERNEL,
+        stream_config.KERNEL,
+        cpu_recurrent_config.KERNEL,
+        cpu_stream_config.KERNEL,
+    )
 }
 
 
@@ -39,11 +45,11 @@ def refuse(contract: Contract, variant: Variant) -> str | None:
 
 
 def default(contract: Contract, work_units: int, device: Device, role: Role = "decode") -> Variant:
-    """The variant used where no table speaks: that of the device's first kernel of the role."""
+    """The variant used where no table speaks: of the kernel that leads for the contract, else of the device's first of the role."""
     found = serving(device, role)
     if not found:
         raise UnsupportedProblem(f"no {role} kernel runs on {device.kind} ({device.name}): there are {listed(KERNELS)}")
-    kernel = found[0]
+    kernel = next((k for k in found if k.leads(contract)), found[0])
     return kernel.variant(kernel.default(contract, work_units, device))
 
 

@@ -9,34 +9,25 @@ code, T >= 2 a loop at run time over a state that stays in registers.
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from gdntune.kernels import gates
+from gdntune.kernels import decode, gates
 
-DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 F32 = Float32
-EPSILON = 1e-6
 # A state is held as S / scaled; below this, 1 / scaled would soon cost exponent range.
 SMALLEST_SCALE = 2.0**-40
 
 
-class Recurrent:
+class Recurrent(decode.Decode):
     """The compile-time facts of one object."""
 
     def __init__(self, facts: dict, knobs: dict):
-        self.K, self.V, self.tokens = facts["K"], facts["V"], facts["tokens"]
-        self.k_last = facts["layout"] == "k_last"
-        self.state_dtype = DTYPES[facts["state_dtype"]]
-        self.gate, self.logit = facts["gate"], facts["beta"] == "logit"
-        self.per_k = facts["op"] == "kda_decode"
-        self.update, self.intermediate = facts["mode"] == "update", facts["intermediate"]
-        self.accepted, self.pool, self.ragged = facts["accepted"], facts["pool"], facts["ragged"]
-        self.loop = self.tokens > 1
-        self.tile_v, self.vec, self.lanes, self.threads = (knobs[n] for n in ("tile_v", "vec", "lanes", "threads"))
-        self.smem, self.early = knobs["stage"] == "smem", knobs["early"]
+        super().__init__(facts, knobs["tile_v"], knobs["threads"])
+        self.vec, self.lanes = knobs["vec"], knobs["lanes"]
+        self.smem, self.early, self.fence = knobs["stage"] == "smem", knobs["early"], knobs["fence"]
+        # whether q and k are normalised before the state is waited for
+        self.normalised = self.smem or self.fence
         self.split = knobs["split"]
         self.shares = self.lanes * self.split
         self.RK = self.K // self.shares
@@ -54,45 +45,6 @@ class Recurrent:
         self.VW = min(8, self.tile_v)
         self.stage_tokens = -(-self.tokens // self.warps)
         self.stage_values = -(-self.tokens * self.tile_v // (self.VW * self.threads))
-
-    @cute.jit
-    def gated_delta_rule_decode(
-        self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
-        scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
-        null_index: Int32, use_qk_l2norm: Int32, stream: CUstream,
-    ):  # fmt: skip
-        B = output.shape[0]
-        if const_expr(self.ragged):
-            B = cu_seqlens.shape[0] - 1
-        HV = v.shape[2]
-        heads = cute.FastDivmodDivisorV2(HV // q.shape[2])
-        A_shared = A_log.shape[0] != HV if const_expr(A_log is not None and self.per_k) else None
-        dt_shared = dt_bias.shape[0] != HV if const_expr(dt_bias is not None and self.per_k) else None
-        slots = state.shape[0]
-        tokens = q.shape[1] if const_expr(self.loop) else Int32(1)
-        columns = slot_index.shape[1] if const_expr(self.intermediate == "slots") else None
-        rows = intermediate.shape[0] if const_expr(intermediate is not None) else None
-        steps = intermediate.shape[1] if const_expr(intermediate is not None) else None
-        self.kernel(
-            self.view(state, 1, None), self.view(q, 2), self.view(k, 2), self.view(v, 2), self.view(a, 2), self.view(b, 2), A_log, dt_bias,
-            self.view(read_index, 1), self.view(write_index, 1), self.view(slot_index, 2, None), self.view(accepted, 1),
-            self.view(cu_seqlens, 1), self.view(intermediate, 2), self.view(output, 2),
-            scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm, heads,
-            slots, tokens, columns, rows, steps, A_shared, dt_shared,
-        ).launch(grid=(self.V // self.tile_v, HV, B), block=(self.threads, 1, 1), stream=stream)  # fmt: skip
-
-    def view(self, x, leading, tokens=1):
-        """The same memory under a layout whose sizes are constants, so that a launch carries the pointer and the strides of the
-        `leading` dimensions alone: 200 bytes of parameters, not 420. A cold kernel waits for them: with the 32-bit offsets of `fakes` 0.4 us at B=1 on an H100.
-
-        tokens: the dimension that T = 1 never moves along; None where it has none.
-        """
-        if x is None:
-            return None
-        leading = min(leading, len(x.shape))
-        shape = (1,) * leading + tuple(n if isinstance(n, int) else 1 for n in x.shape[leading:])
-        stride = tuple(0 if d == tokens and not self.loop else x.stride[d] for d in range(len(x.shape)))
-        return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=stride))
 
     @cute.jit
     def read_key(self, source, target, lane):
@@ -145,23 +97,6 @@ class Recurrent:
         return cute.make_rmem_tensor(cute.make_layout((self.RV, self.RK), stride=stride), dtype)
 
     @cute.jit
-    def norms(self, sq: Float32, sk: Float32, scale: Float32, use_qk_l2norm: Int32):
-        """What q and k are multiplied by, from their sums of squares."""
-        iq = scale
-        ik = F32(1.0)
-        if use_qk_l2norm != 0:
-            iq = cute.math.rsqrt(sq + F32(EPSILON), fastmath=True) * scale
-            ik = cute.math.rsqrt(sk + F32(EPSILON), fastmath=True)
-        return iq, ik
-
-    @cute.jit
-    def beta_of(self, b, beta_scale: Float32):
-        x = b.to(F32)
-        if const_expr(self.logit):
-            x = gates.sigmoid(x)
-        return x * beta_scale
-
-    @cute.jit
     def reduce(self, sums, n: cutlass.Constexpr, sR, turn, lane, group):
         """Sums n values over the threads of a row: butterflies step by step, so that shuffles overlap, then over the row's warps.
 
@@ -189,7 +124,7 @@ class Recurrent:
     ):  # fmt: skip
         """One token on the RV by RK elements in fh: both sums, the update and the output rows. Gives the new `scaled`.
 
-        Staged q and k come normalised. A thread's own come as they are: their norms are summed in the same butterflies as S k and
+        Staged or fenced, q and k come normalised. Else a thread's own come as they are: their norms are summed in the same butterflies as S k and
         S q and multiplied in afterwards, so that no sum stands before the state's arrival.
 
         With one decay a head fh holds S / scaled, so that a token of a loop costs three operations an element, not four, and T = 1
@@ -208,7 +143,7 @@ class Recurrent:
                         for j in cutlass.range_constexpr(self.RK):
                             fh[i, j] = fh[i, j] * scaled
                     scaled = F32(1.0)
-        n = const_expr(2 * self.RV + (0 if self.smem else 3))
+        n = const_expr(2 * self.RV + (0 if self.normalised else 3))
         sums = cute.make_rmem_tensor((n,), F32)
         for i in cutlass.range_constexpr(self.RV):
             x = F32(0.0)
@@ -220,7 +155,7 @@ class Recurrent:
             sums[2 * i + 1] = y
         iq = F32(1.0)
         ik = F32(1.0)
-        if const_expr(self.smem):
+        if const_expr(self.normalised):
             self.reduce(sums, n, sR, turn, lane, group)
         else:
             sq = F32(0.0)
@@ -263,6 +198,22 @@ class Recurrent:
         return scaled
 
     @cute.jit
+    def normalise(self, fq, fk, scale: Float32, use_qk_l2norm: Int32, lane, group, sR):
+        """A thread's shares of q and k normalised and scaled; gives k.q."""
+        sums = cute.make_rmem_tensor((3,), F32)
+        sums.fill(0.0)
+        for j in cutlass.range_constexpr(self.RK):
+            sums[0] = sums[0] + fq[j] * fq[j]
+            sums[1] = sums[1] + fk[j] * fk[j]
+            sums[2] = sums[2] + fq[j] * fk[j]
+        self.reduce(sums, 3, sR, 0, lane, group)
+        iq, ik = self.norms(sums[0], sums[1], scale, use_qk_l2norm)
+        for j in cutlass.range_constexpr(self.RK):
+            fq[j] = fq[j] * iq
+            fk[j] = fk[j] * ik
+        return sums[2] * iq * ik
+
+    @cute.jit
     def parameters(self, A_log, A_shared, dt_shared, hq, hv):
         """The head's row of A_log and of dt_bias: one a value head or, of KDA, one a q/k head."""
         ah = hv
@@ -275,27 +226,38 @@ class Recurrent:
         return ah, dh
 
     @cute.jit
-    def read_token(self, q, k, a, ni, ti, hq, hv, lane, rq, rk, rg):
-        """Issues the loads of this thread's share of a token's q, k and, of KDA, g."""
+    def read_token(self, q, k, a, ni, ti, hq, hv, lane, wl, rq, rk, rg):
+        """Issues the loads of this thread's share of a token's q and k and, of KDA, of its warp's share of g."""
         self.read_key(q[ni, ti, hq, None], rq, lane)
         self.read_key(k[ni, ti, hq, None], rk, lane)
         if const_expr(self.per_k):
-            self.read_key(a[ni, ti, hv, None], rg, lane)
+            self.read_lane(a[ni, ti, hv, None], rg, wl)
 
     @cute.jit
     def use_token(
-        self, rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg,
+        self, rq, rk, rg, rbias, ga, gb, A, bias, sD, lane, wl, fq, fk, fg,
         softplus_beta: Float32, threshold: Float32, lower_bound: Float32, beta_scale: Float32,
     ):  # fmt: skip
-        """Widens what `read_token` brought into fq, fk and fg; gives decay and beta."""
+        """Widens what `read_token` brought into fq, fk and fg; gives decay and beta.
+
+        KDA's decays are computed once a warp, K/32 by each thread, and handed round in shared memory, sD: each by itself, the threads
+        of a warp would compute them 32/lanes times over.
+        """
         for j in cutlass.range_constexpr(self.RK):
             fq[j] = rq[j].to(F32)
             fk[j] = rk[j].to(F32)
         decay = F32(1.0)
         if const_expr(self.per_k):
-            for j in cutlass.range_constexpr(self.RK):
+            W = const_expr(self.K // 32)
+            own = cute.make_rmem_tensor((W,), F32)
+            for j in cutlass.range_constexpr(W):
                 b = F32(0.0) if const_expr(rbias is None) else rbias[j].to(F32)
-                fg[j] = gates.decay(self.gate, rg[j].to(F32), A, b, softplus_beta, threshold, lower_bound)
+                own[j] = gates.decay(self.gate, rg[j].to(F32), A, b, softplus_beta, threshold, lower_bound)
+            if const_expr(self.loop):
+                cute.arch.sync_warp()  # the token before has been read
+            cute.autovec_copy(own, cute.local_tile(sD, (W,), (wl,)))
+            cute.arch.sync_warp()
+            self.read_key(sD, fg, lane)
         else:
             decay = gates.decay(self.gate, ga, A, bias, softplus_beta, threshold, lower_bound)
         return decay, self.beta_of(gb, beta_scale)
@@ -389,29 +351,10 @@ class Recurrent:
             group = warp // self.split * self.step + tid % self.step
         hq, _ = divmod(hv, heads)
 
-        # the slot to start from; an index outside the pool is padding too, so no index reaches memory that is not the pool's
-        slot = n
-        if const_expr(self.intermediate == "slots"):
-            column = Int32(0)
-            if const_expr(self.accepted):
-                column = cutlass.min(cutlass.max(accepted[n], 1), columns) - 1
-            slot = slot_index[n, column]
-        elif const_expr(self.pool):
-            slot = read_index[n]
-        write_slot = slot
-        if const_expr(self.pool and self.update):
-            write_slot = write_index[n]
+        slot, write_slot = self.slots_of(n, read_index, write_index, slot_index, accepted, columns)
         # the state's address waits for this: nothing may be computed before it that does not serve it
         cute.arch.sync_warp()
-
-        # where the request's tokens lie, and how many there are
-        ni = n
-        t0 = Int32(0)
-        length = tokens
-        if const_expr(self.ragged):
-            ni = Int32(0)
-            t0 = cutlass.min(cutlass.max(cu_seqlens[n], 0), tokens)
-            length = cutlass.max(cutlass.min(cutlass.min(cu_seqlens[n + 1], tokens) - t0, self.tokens), 0)
+        ni, t0, length = self.span_of(n, cu_seqlens, tokens)
 
         # What does not hang on the slot is loaded while the slot's index is on its way: at small batches each is a wait for memory.
         v0 = vt * self.tile_v
@@ -420,11 +363,12 @@ class Recurrent:
         bias = F32(0.0) if const_expr(dt_bias is None or self.per_k) else dt_bias[dh].to(F32)
         rq = cute.make_rmem_tensor((self.RK,), q.element_type)
         rk = cute.make_rmem_tensor((self.RK,), k.element_type)
-        rg = cute.make_rmem_tensor((self.RK,), a.element_type)
+        wl = tid % 32
+        rg = cute.make_rmem_tensor((self.K // 32,), a.element_type)
         rbias = None
         if const_expr(self.per_k and dt_bias is not None and not self.smem):
-            rbias = cute.make_rmem_tensor((self.RK,), dt_bias.element_type)
-            self.read_key(dt_bias[dh, None], rbias, lane)
+            rbias = cute.make_rmem_tensor((self.K // 32,), dt_bias.element_type)
+            self.read_lane(dt_bias[dh, None], rbias, wl)
         rv = cute.make_rmem_tensor((self.RV,), v.element_type)
         ga = F32(0.0)
         gb = F32(0.0)
@@ -440,7 +384,7 @@ class Recurrent:
             )
             self.read_stage(q, k, v, a, b, ni, t0, length, hq, hv, v0, tid, wq, wk, wg, ws, wv)
         elif const_expr(not self.loop):
-            self.read_token(q, k, a, ni, t0, hq, hv, lane, rq, rk, rg)
+            self.read_token(q, k, a, ni, t0, hq, hv, lane, wl, rq, rk, rg)
             if const_expr(not self.per_k):
                 ga = a[ni, t0, hv].to(F32)
             gb = b[ni, t0, hv].to(F32)
@@ -448,12 +392,7 @@ class Recurrent:
         # Loads do not move across this; without it the compiler sinks them below the branch (0.08 us at B=1 on an H100).
         cute.arch.sync_warp()
 
-        live = slot >= 0
-        if const_expr(self.pool):
-            live = slot >= 0 and slot < slots and slot != null_index
-        writes = live
-        if const_expr(self.pool and self.update):
-            writes = write_slot >= 0 and write_slot < slots and write_slot != null_index
+        live, writes = self.named(slot, write_slot, slots, null_index)
         row = Int64(n)
         keeps = live
         if const_expr(self.intermediate == "indexed"):
@@ -472,6 +411,9 @@ class Recurrent:
             kq = F32(0.0)
             if const_expr(self.early):
                 self.copy_rows(source, raw, v0 + group * self.RV, lane, False)
+                if const_expr(self.per_k and not self.loop and not self.fence):
+                    # the gates' arithmetic does not move across this: it would wait for g before the state is asked for
+                    cute.arch.sync_warp()
             smem = SmemAllocator()
             sR = None
             if const_expr(self.split > 1):
@@ -480,6 +422,10 @@ class Recurrent:
                 shape = (2, self.split, self.groups, n4)
                 stride = (self.split * self.groups * n4, self.groups * n4, n4, 1)
                 sR = smem.allocate_tensor(F32, cute.make_layout(shape, stride=stride), 16)
+            sD = None
+            if const_expr(self.per_k and not self.smem):
+                shape, stride = (self.warps, self.K), (self.K, 1)
+                sD = smem.allocate_tensor(F32, cute.make_layout(shape, stride=stride), 16)[tid // 32, None]
             if const_expr(self.smem):
                 T = const_expr(self.tokens)
                 wide = cute.make_layout((T, self.K), stride=(self.K, 1))
@@ -495,9 +441,18 @@ class Recurrent:
                     scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, use_qk_l2norm,
                 )  # fmt: skip
                 cute.arch.sync_threads()
+            elif const_expr(not self.loop and self.fence):
+                # Always true, which the compiler cannot know: arithmetic does not move across a branch.
+                if beta_scale != F32(0.0):
+                    decay, beta = self.use_token(
+                        rq, rk, rg, rbias, ga, gb, A, bias, sD, lane, wl, fq, fk, fg,
+                        softplus_beta, softplus_threshold, lower_bound, beta_scale,
+                    )  # fmt: skip
+                    kq = self.normalise(fq, fk, scale, use_qk_l2norm, lane, group, sR)
             elif const_expr(not self.loop):
                 decay, beta = self.use_token(
-                    rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg, softplus_beta, softplus_threshold, lower_bound, beta_scale,
+                    rq, rk, rg, rbias, ga, gb, A, bias, sD, lane, wl, fq, fk, fg,
+                    softplus_beta, softplus_threshold, lower_bound, beta_scale,
                 )  # fmt: skip
             # rolled: unrolled over four chunks of a large tile one variant took 2.1 s to compile instead of 0.5
             for it in cutlass.range(self.chunks, unroll=1):
@@ -530,13 +485,13 @@ class Recurrent:
                             kq = sS[t, 2]
                             self.read_values(sV[t, None], rw, row0 - v0)
                         else:
-                            self.read_token(q, k, a, ni, t0 + t, hq, hv, lane, rq, rk, rg)
+                            self.read_token(q, k, a, ni, t0 + t, hq, hv, lane, wl, rq, rk, rg)
                             if const_expr(not self.per_k):
                                 ga = a[ni, t0 + t, hv].to(F32)
                             gb = b[ni, t0 + t, hv].to(F32)
                             self.read_values(v[ni, t0 + t, hv, None], rw, row0)
                             decay, beta = self.use_token(
-                                rq, rk, rg, rbias, ga, gb, A, bias, fq, fk, fg,
+                                rq, rk, rg, rbias, ga, gb, A, bias, sD, lane, wl, fq, fk, fg,
                                 softplus_beta, softplus_threshold, lower_bound, beta_scale,
                             )  # fmt: skip
                         o = output[ni, t0 + t, hv, None]
@@ -558,8 +513,7 @@ class Recurrent:
                     if writes:
                         self.store_rows(state[Int64(write_slot), hv, None, None], fh, scaled, row0, lane)
         else:
-            for e in cutlass.range(tid, length * self.tile_v, self.threads, unroll=1):
-                output[ni, t0 + e // self.tile_v, hv, v0 + e % self.tile_v] = F32(0.0).to(output.element_type)
+            self.zero_rows(output, ni, t0, length, hv, v0, tid)
 
     @cute.jit
     def keep_state(
@@ -578,80 +532,6 @@ class Recurrent:
                 self.store_rows(intermediate[row, Int64(t), hv, None, None], fh, scaled, row0, lane)
 
 
-def fakes(facts: dict) -> list:
-    """Stand-ins for the arguments: dtypes, ranks, tied sizes and what must be contiguous; None for what the contract lacks."""
-    K, V = facts["K"], facts["V"]
-    per_k, pool, ragged, kept = facts["op"] == "kda_decode", facts["pool"], facts["ragged"], facts["intermediate"]
-    update = facts["mode"] == "update"
-    x, s = DTYPES[facts["input_dtype"]], DTYPES[facts["state_dtype"]]
-    a, b = DTYPES[facts["gate_dtype"]], DTYPES[facts["beta_dtype"]]
-    # strides of pools and buffers are 64-bit: static or 32-bit ones wrap at slot 2048 of HV=64
-    stride = cute.sym_int64
-    B, H, HV, slots = (cute.sym_int(symbol=n) for n in ("B", "H", "HV", "slots"))
-    N = cute.sym_int(symbol="one") if ragged else B
-    T = cute.sym_int(symbol="T")
-    tile = (V, K) if facts["layout"] == "k_last" else (K, V)
-    e, x16 = 16 // (s.width // 8), 16 // (x.width // 8)
-
-    def tensor(dtype, shape, strides, align):
-        return make_fake_tensor(dtype, shape, strides, assumed_align=align)
-
-    def index(*shape):
-        return tensor(Int32, shape, tuple(cute.sym_int() for _ in shape), 4)
-
-    def small(dtype, *shape):
-        # Offsets of 32 bits save ten instructions before the first load, and these tensors have far less than 2^31 elements.
-        return tensor(dtype, shape, tuple(cute.sym_int() for _ in shape), dtype.width // 8)
-
-    def rows(dtype, heads, width, e16):
-        return tensor(dtype, (N, T, heads, width), (stride(divisibility=e16), stride(divisibility=e16), width, 1), 16)
-
-    state = tensor(s, (slots, HV, *tile), (stride(divisibility=e), tile[0] * tile[1], tile[1], 1), 16)
-    if per_k:
-        gate = rows(a, HV, K, 16 // (a.width // 8))
-    else:
-        gate = small(a, N, T, HV)
-    beta = small(b, N, T, HV)
-    A_log = dt_bias = None
-    if facts["A_log_dtype"]:
-        A, d = DTYPES[facts["A_log_dtype"]], DTYPES[facts["dt_bias_dtype"]]
-        heads = cute.sym_int() if per_k else HV
-        A_log = tensor(A, (heads,), (1,), A.width // 8)
-        dt_bias = tensor(d, (cute.sym_int(), K), (K, 1), 16) if per_k else tensor(d, (HV,), (1,), d.width // 8)
-    slot_index = None
-    if kept == "indexed":
-        slot_index = index(B)
-    elif kept == "slots":
-        slot_index = index(B, cute.sym_int())
-    buffer = None
-    if kept in ("dense", "indexed"):
-        shape = (cute.sym_int(), cute.sym_int(), HV, *tile)
-        buffer = tensor(s, shape, (stride(divisibility=e), stride(divisibility=e), tile[0] * tile[1], tile[1], 1), 16)
-    return [
-        state,
-        rows(x, H, K, x16),
-        rows(x, H, K, x16),
-        rows(x, HV, V, x16),
-        gate,
-        beta,
-        A_log,
-        dt_bias,
-        index(B) if pool and kept != "slots" else None,
-        index(B) if pool and update else None,
-        slot_index,
-        index(B) if facts["accepted"] else None,
-        index(cute.sym_int()) if ragged else None,
-        buffer,
-        rows(x, HV, V, x16),
-    ]
-
-
 def compile(facts: dict, knobs: dict, options: str, prefix: str):
     """The compiled function of one setting, for the architecture that CUTE_DSL_ARCH names; profilers show `prefix`."""
-    kernel = Recurrent(facts, knobs)
-    kernel.kernel.set_name_prefix(prefix, remove_cutlass_symbol=True, keep_mangled_name=False)
-    scalars = [F32(1.0)] * 5 + [Int32(-1), Int32(1)]
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(
-        kernel.gated_delta_rule_decode, *fakes(facts), *scalars, stream, options=f"--enable-tvm-ffi {options}"
-    )
+    return decode.compiled(Recurrent(facts, knobs), facts, options, prefix)

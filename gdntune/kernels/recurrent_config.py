@@ -6,7 +6,8 @@ from typing import Any
 
 from gdntune.arch import Device
 from gdntune.errors import UnsupportedProblem
-from gdntune.kernels.spec import Facts, Kernel, knob
+from gdntune.kernels.facts import compiled_tokens, facts
+from gdntune.kernels.spec import Kernel, knob
 from gdntune.problem import ITEMSIZE, Contract
 
 
@@ -26,37 +27,11 @@ class Knobs:
     early: bool = knob(
         "early", "the state's loads go before the gate, and the next rows' before this ones' stores", default=False
     )
-
-
-def compiled_tokens(contract: Contract) -> int:
-    """The largest T that a contract's object serves: T=1 is compiled apart, beyond it T is a loop to 8 or 16."""
-    if contract.tokens == 1 and not contract.ragged:
-        return 1
-    return 8 if contract.tokens <= 8 else 16
-
-
-def facts(c: Contract) -> Facts:
-    """What an object is compiled for. B, H, HV, pool size, strides, scale, thresholds and null_index are dynamic."""
-    return {
-        "op": c.op,
-        "tokens": compiled_tokens(c),
-        "K": c.K,
-        "V": c.V,
-        "layout": c.layout,
-        "input_dtype": c.input_dtype,
-        "state_dtype": c.state_dtype,
-        "gate_dtype": c.gate_dtype,
-        "beta_dtype": c.beta_dtype,
-        "A_log_dtype": c.A_log_dtype if c.has_parameters else None,
-        "dt_bias_dtype": c.dt_bias_dtype if c.has_parameters else None,
-        "gate": c.gate,
-        "beta": c.beta,
-        "mode": c.mode,
-        "intermediate": c.intermediate,
-        "accepted": c.accepted,
-        "pool": c.pool,
-        "ragged": c.ragged,
-    }
+    fence: bool = knob(
+        "fence",
+        "T=1: a branch keeps what needs q, k and the gate behind the state's loads, and q and k are normalised there",
+        default=False,
+    )
 
 
 def held_rows(c: Contract, s: Knobs) -> int:
@@ -92,12 +67,14 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         if s.split != 1:
             return f"split={s.split} with k_last: a row is one warp's, accepted is 1"
     else:
-        if s.split not in (1, 2, 4, 8) or s.threads // 32 % s.split:
-            return f"split={s.split} of {s.threads // 32} warps: accepted are 1, 2, 4, 8 that divide the warps"
+        if s.split not in (1, 2, 4, 8, 16) or s.threads // 32 % s.split:
+            return f"split={s.split} of {s.threads // 32} warps: accepted are 1, 2, 4, 8, 16 that divide the warps"
         if c.K % (s.lanes * s.split):
             return f"K={c.K} is not a multiple of lanes*split={s.lanes * s.split}"
         if s.ilp != 1:
             return f"ilp={s.ilp} with v_last: a thread holds vec rows, accepted is 1"
+    if s.fence and (not s.early or compiled_tokens(c) > 1 or c.layout == "v_last"):
+        return "fence=True: accepted with k_last at T=1 and early=True, where loads stand before the gate"
     rows = chunk_rows(c, s)
     if s.tile_v % rows:
         return f"tile_v={s.tile_v} is not a multiple of the {rows} rows that {s.threads} threads hold"
@@ -116,14 +93,15 @@ def _candidates(c: Contract) -> list[Knobs]:
     k_last = c.layout == "k_last"
     loop = compiled_tokens(c) > 1
     return [
-        Knobs(tile_v, ilp, vec, lanes, threads, stage, split, early)
+        Knobs(tile_v, ilp, vec, lanes, threads, stage, split, early, fence)
         for stage in (("smem", "reg") if loop else ("reg",))
         for early in (True, False)
-        for threads in (128, 64, 256, 32)
+        for fence in ((False, True) if early and not loop else (False,))
+        for threads in ((128, 64, 256, 32) if k_last else (128, 64, 256, 512))
         for vec in ((wide,) if k_last and c.K % 64 == 0 else (wide, wide // 2))
         for lanes in ((16, 8, 32, 4) if k_last else (4, 8, 2, 16, 1))
         for ilp in ((1, 2, 4, 8) if k_last else (1,))
-        for split in ((1,) if k_last else (1, 2, 4, 8))
+        for split in ((1,) if k_last else (1, 2, 4, 8, 16))
         for tile_v in (8, 16, 32, 64, 128)
     ]
 
@@ -132,7 +110,7 @@ def _worth_trying(c: Contract, s: Knobs) -> bool:
     """Leaves out what lost everywhere on an H100, HV=64, B=1 to 512 (docs/measured.md, "What the recurrent kernel owes to what")."""
     elements = held_elements(c, s)
     chunks = s.tile_v // chunk_rows(c, s)
-    if chunks > 2 or elements < 8:
+    if chunks > 2 or elements < 8 or (s.fence and (c.op == "gdn_decode" or elements > 32)):
         return False
     if c.layout == "v_last":
         if s.stage != ("smem" if compiled_tokens(c) > 1 else "reg") or s.lanes > 8 or s.threads < 64:

@@ -15,6 +15,8 @@ from gdntune.problem import Contract
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NORM_EPSILON = 1e-6
+# exp of it is an fp32 number, and its product with a softplus of exp(-40) still ends every decay
+LARGE_LOG = 88.0
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,6 +54,19 @@ def softplus(x: Tensor, beta: float, threshold: float) -> Tensor:
     return torch.nn.functional.softplus(x, beta, threshold)
 
 
+def rated_softplus(A_log: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
+    """exp(A_log) softplus(x), also where the first overflows and the second vanishes: there softplus is exp, and one exp serves both."""
+    scaled = beta * x
+    vanishing = (A_log + scaled).exp() / beta
+    return torch.where((A_log > LARGE_LOG) & (scaled < -40), vanishing, A_log.exp() * softplus(x, beta, threshold))
+
+
+def rated(A_log: Tensor, x: Tensor) -> Tensor:
+    """exp(A_log) x, also where the first overflows: in two factors, which reach as far as any x above zero needs."""
+    half = (A_log.clamp(max=2 * LARGE_LOG) / 2).exp()
+    return torch.where(A_log > LARGE_LOG, x * half * half, A_log.exp() * x)
+
+
 def gates(
     contract: Contract,
     a: Tensor,
@@ -73,13 +88,13 @@ def gates(
         log_decay = x
     else:
         A_log, dt_bias = _present(A_log, "A_log"), _present(dt_bias, "dt_bias")
-        A = A_log.exp().repeat_interleave(HV // A_log.shape[0], 0)[:, None]
+        A_log = A_log.repeat_interleave(HV // A_log.shape[0], 0)[:, None]
         bias = dt_bias.repeat_interleave(HV // dt_bias.shape[0], 0)
         x = x + (bias if contract.op == "kda_decode" else bias[:, None])
         if contract.gate == "lower_bound":
-            log_decay = lower_bound * torch.sigmoid(A * x)
+            log_decay = lower_bound * torch.sigmoid(rated(A_log, x))
         else:
-            log_decay = -A * softplus(x, softplus_beta, softplus_threshold)
+            log_decay = -rated_softplus(A_log, x, softplus_beta, softplus_threshold)
     beta = torch.sigmoid(b) if contract.beta == "logit" else b
     return log_decay.exp(), beta * beta_scale
 

@@ -66,6 +66,7 @@ class Kernel:
     default: the setting used where no table speaks, by contract, work units and device.
     facts: what an object is compiled for, as plain values; contracts with equal facts share objects.
     compiler: `module:function`, imported in a worker process, called with (facts, knobs as a dict, function name).
+    leads: whether this kernel's default rule goes before those of kernels that the registry names earlier, by contract.
     sources: modules or files below gdntune/ whose text decides the object; the fingerprint covers what they import from kernels/.
     """
 
@@ -79,6 +80,7 @@ class Kernel:
     facts: Callable[[Contract], Facts]
     compiler: str
     sources: tuple[str, ...]
+    leads: Callable[[Contract], bool] = lambda _: False
 
     def variant(self, knobs: Any) -> Variant:
         """The variant of a setting; knobs at their default stay out of its id."""

@@ -16,6 +16,7 @@
 // A lot is what one access to the state moves. A task is `tile_v` rows of one head of one request.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "call.h"
@@ -327,15 +328,37 @@ class Decode {
     }
   }
 
-  // The decay of x, a or g; A = exp(A_log). Without A_log x is the log decay.
-  static F decay_of(const Call& c, F x, F bias, F A) {
+  // A value head's A_log and exp(A_log), which is inf from 88.7 on; what it would multiply may be zero.
+  struct Rate {
+    F log{}, A{};
+    bool large = false;
+    static constexpr float largest = 88.0f;
+  };
+
+  static Rate rate_of(float A_log) {
+    const F log = splat<vec>(A_log);
+    return {log, exp_of<vec>(log), A_log > Rate::largest};
+  }
+
+  // exp(A_log) x where that is large: in two factors, which reach as far as any x above zero needs.
+  static F times_large(const Rate& rate, F x) {
+    const F half = splat<vec>(std::min(0.5f * rate.log[0], Rate::largest));
+    const F factor = exp_of<vec>(half);
+    return x * factor * factor;
+  }
+
+  // The decay of x, a or g. Without A_log x is the log decay.
+  static F decay_of(const Call& c, F x, F bias, const Rate& rate) {
     if (c.A_log.given) {
       x += bias;
       if (Setting::lower_bound) {
-        x = c.lower_bound * sigmoid_of<vec>(A * x);
+        x = c.lower_bound * sigmoid_of<vec>(rate.large ? times_large(rate, x) : rate.A * x);
       } else {
         const F scaled = x * c.softplus_beta;
-        x = -A * (scaled > c.softplus_threshold ? x : softplus_of<vec>(scaled) / c.softplus_beta);
+        F y = rate.A * (scaled > c.softplus_threshold ? x : softplus_of<vec>(scaled) / c.softplus_beta);
+        // below -17 softplus is exp in fp32, and above it the decay vanishes
+        if (rate.large) y = scaled < -17.0f ? exp_of<vec>(rate.log + scaled) / c.softplus_beta : y;
+        x = -y;
       }
     }
     return plain(exp_of<vec>(x));
@@ -344,7 +367,7 @@ class Decode {
   // The gates of a request's value head, folded into its keys.
   static void prepare_gates(const Call& c, const Request& r, int64_t h, int64_t hv, Scratch& w) {
     const int64_t a_head = c.A_log.size[0] == c.HV ? hv : h, bias_head = c.dt_bias.size[0] == c.HV ? hv : h;
-    const F A = c.A_log.given ? exp_of<vec>(splat<vec>(read_one(c.A_log, c.A_log.at(a_head)))) : F{};
+    const Rate rate = c.A_log.given ? rate_of(read_one(c.A_log, c.A_log.at(a_head))) : Rate{};
     float biases[K] = {}, gates[K];
     F bias{}, decay{};
     if (c.dt_bias.given && c.by_key) read(c.dt_bias, c.dt_bias.at(bias_head), c.dt_bias.stride[1], K, biases);
@@ -355,11 +378,11 @@ class Decode {
       if (c.by_key) {
         read(c.a, a, c.a.stride[3], K, gates);
         for (int i = 0; i < K; i += vec) {
-          store<vec>(gates + i, decay_of(c, load<vec>(gates + i), load<vec>(biases + i), A));
+          store<vec>(gates + i, decay_of(c, load<vec>(gates + i), load<vec>(biases + i), rate));
         }
         if (k_last) arrange<State, vec>(gates, K);
       } else {
-        decay = decay_of(c, splat<vec>(read_one(c.a, a)), bias, A);
+        decay = decay_of(c, splat<vec>(read_one(c.a, a)), bias, rate);
       }
       for (int i = 0; i < K; i += vec) {
         if (c.by_key) decay = load<vec>(gates + i);
