@@ -17,6 +17,7 @@ from gdntune.cli_common import (
     DeviceKind,
     Index,
     Jobs,
+    PartNames,
     Timer,
     config_of,
     print_json,
@@ -58,6 +59,7 @@ def main(
 @refusing
 def sweep(
     config: ConfigFile,
+    part: PartNames = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for journal, table and report; default results/NAME.")
     ] = None,
@@ -79,7 +81,7 @@ def sweep(
     from gdntune.progress import progress
     from gdntune.store import Store
 
-    wanted = config_of(config)
+    wanted = config_of(config, part)
     found = arch.detect(device or wanted.device, index)
     folder = out or Path("results") / wanted.name
     changes = {name: value for name, value in (("timer", timer), ("l2", l2)) if value is not None}
@@ -94,7 +96,8 @@ def sweep(
         progress=progress(),
         command=shlex.join(["gdntune", *sys.argv[1:]]),
     )
-    made, files = _written(folder)
+    made, files, note = _written(folder)
+    outcome.notes.extend(note)
     if as_json:
         chosen = made.frame[made.frame["chosen"]]
         print_json(
@@ -120,8 +123,12 @@ def sweep(
 @refusing
 def bench(
     config: ConfigFile,
+    part: PartNames = None,
     peers: Annotated[
-        str, typer.Option(help="Other libraries, separated by commas; package.module: one of your own with a PEER.")
+        str,
+        typer.Option(
+            help="Of flashinfer, fla, sglang and vllm, separated by commas; package.module: one of your own with a PEER."
+        ),
     ] = "flashinfer,fla,sglang",
     table: Annotated[
         Path | None, typer.Option(help="Time this table's choices instead of those of the table in use.")
@@ -151,7 +158,7 @@ def bench(
     from gdntune.progress import progress
     from gdntune.store import Store
 
-    wanted = config_of(config)
+    wanted = config_of(config, part)
     found = arch.detect(device or wanted.device, index)
     folder = out or Path("results") / f"{wanted.name}-bench"
     changes = {name: value for name, value in (("timer", timer), ("l2", l2)) if value is not None}
@@ -169,7 +176,8 @@ def bench(
         progress=progress(),
         command=shlex.join(["gdntune", *sys.argv[1:]]),
     )
-    made, files = _written(folder)
+    made, files, note = _written(folder)
+    outcome.notes.extend(note)
     cells = len(wanted.problems())
     if as_json:
         print_json(
@@ -190,16 +198,23 @@ def bench(
         raise typer.Exit(FINDINGS)
 
 
-def _written(folder: Path) -> tuple["Report", list[str]]:
-    """The report of a folder, after it was written there, and the names of all that is there."""
+def _written(folder: Path) -> tuple["Report", list[str], list[str]]:
+    """The report of a folder, after it was written there; the names of all that is there; what could not be written, and why."""
+    from gdntune.errors import ToolMissing
     from gdntune.report import report
     from gdntune.store import atomic_write
 
-    made = report([folder])
+    made, notes = report([folder]), []
     atomic_write(folder / "report.md", made.markdown().encode())
     atomic_write(folder / "report.csv", made.csv().encode())
-    names = ("journal.jsonl", "table.json", "report.md", "report.csv")
-    return made, [name for name in names if (folder / name).exists()]
+    try:
+        atomic_write(folder / "report.html", made.html().encode())
+    except ToolMissing as e:
+        # A page of an earlier run would be taken for this one's.
+        (folder / "report.html").unlink(missing_ok=True)
+        notes.append(f"no report.html: {e}")
+    names = ("journal.jsonl", "table.json", "report.md", "report.csv", "report.html")
+    return made, [name for name in names if (folder / name).exists()], notes
 
 
 def _told(made: "Report", notes: list[str], folder: Path, files: list[str]) -> None:
@@ -215,19 +230,23 @@ def _told(made: "Report", notes: list[str], folder: Path, files: list[str]) -> N
 def compile_(
     config: ConfigFile,
     arch: Annotated[str, typer.Option(help="sm_90a, sm_100a, ...; cpu: this CPU; native: the device at hand.")],
+    part: PartNames = None,
     bundle: Annotated[
         Path | None, typer.Option(help="Folder to link all objects into, for a machine without a compiler.")
     ] = None,
     jobs: Jobs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile every object that a sweep of a config needs. Needs no GPU. The exit code is 1 where one does not compile."""
+    """Compile every object that a sweep of a config needs, and say how many each part needs. Needs no GPU.
+
+    The exit code is 1 where one does not compile.
+    """
     from gdntune.build import compile_objects
     from gdntune.progress import progress
     from gdntune.search import plan_objects
     from gdntune.store import Store, write_bundle
 
-    wanted = config_of(config)
+    wanted = config_of(config, part)
     device = target_of(arch)
     objects = plan_objects(wanted, device)
     if not objects:
@@ -243,6 +262,12 @@ def compile_(
     manifests = [b.manifest for b in built if b.manifest]
     if bundle and manifests:
         write_bundle(store, [m.spec for m in manifests], bundle)
+    bundle_bytes = sum(f.stat().st_size for f in bundle.iterdir()) if bundle and manifests else None
+    parts = []
+    for p in wanted.parts:
+        alone = wanted.only([p.name])
+        numbers = {"contracts": len(alone.all_contracts()), "cells": len(alone.problems())}
+        parts.append({"name": p.name, **numbers, "objects": len(plan_objects(alone, device))})
     worst = max(manifests, key=lambda m: m.registers or 0, default=None)
     spilling = [m for m in manifests if m.spill_bytes]
     if as_json:
@@ -255,6 +280,8 @@ def compile_(
                 "failed": [{"name": b.spec.name, "reason": b.reason} for b in failed],
                 "manifests": manifests,
                 "bundle": str(bundle) if bundle and manifests else None,
+                "bundle_bytes": bundle_bytes,
+                "parts": parts,
             }
         )
     else:
@@ -268,9 +295,11 @@ def compile_(
                 f"registers: {worst.registers} at most ({worst.name}); {len(spilling)} spill, "
                 f"{max((m.spill_bytes or 0 for m in spilling), default=0)} bytes at most"
             )
+        for row in parts:
+            typer.echo("part {name}: {contracts} contracts, {cells} cells, {objects} objects".format(**row))
         for b in failed:
             typer.echo(f"failed: {b.spec.name}: {b.reason}", err=True)
-        typer.echo(f"bundle: {bundle}" if bundle and manifests else f"store: {store.root}")
+        typer.echo(f"bundle: {bundle}, {bundle_bytes:,} bytes" if bundle and manifests else f"store: {store.root}")
     if failed:
         raise typer.Exit(FINDINGS)
 

@@ -24,15 +24,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped config such as quickstart.")
 ]
+PartNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--part", help="Only this part of the config, or those of a pattern such as 'verify-*'; may be repeated."
+    ),
+]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Compiling processes; by default one a usable core.")]
 Index = Annotated[int, typer.Option(min=0, help="Which CUDA device, by torch's numbering.")]
 DeviceKind = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
     typer.Option(help="Instead of the config's device; auto is CUDA where it is."),
 ]
-Timer = Annotated[Literal["auto", "cupti", "events", "cpu"] | None, typer.Option(help="Instead of the config's timer.")]
+Timer = Annotated[
+    Literal["auto", "cupti", "events", "cpu", "graph"] | None, typer.Option(help="Instead of the config's timer.")
+]
 L2 = Annotated[
-    Literal["cold-clean", "cold-dirty", "rotate", "warm"] | None,
+    Literal["cold-clean", "cold-dirty", "rotate", "warm", "chain"] | None,
     typer.Option(help="Instead of the config's L2 policy."),
 ]
 Bundles = Annotated[
@@ -57,8 +65,8 @@ def refusing(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def config_of(path: Path) -> "Config":
-    """The config in a file, or the shipped one of a name."""
+def config_of(path: Path, parts: list[str] | None = None) -> "Config":
+    """The config in a file, or the shipped one of a name; only the parts that are named, where some are."""
     from gdntune import config
 
     if not path.suffix and not path.exists():
@@ -71,7 +79,8 @@ def config_of(path: Path) -> "Config":
                 f"{path}: no such file or shipped config; accepted are a YAML file and {', '.join(shipped)}"
             )
         path = named
-    return config.load(path)
+    found = config.load(path)
+    return found.only(parts) if parts else found
 
 
 def target_of(name: str) -> "Device":

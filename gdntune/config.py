@@ -1,9 +1,11 @@
 """configs/*.yaml: what a sweep measures. Contracts, cells, kernels, timing policy and effort of the search."""
 
 import difflib
+import fnmatch
 import hashlib
 import os
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,8 +22,20 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Name = Annotated[str, msgspec.Meta(pattern="^[a-z0-9][a-z0-9._-]*$")]
 Knob = Annotated[tuple[int | str | bool, ...], msgspec.Meta(min_length=1)]
 
-# What a config gives once for all its contracts.
-_SHARED = {"tokens": "$.tokens", "K": "$.model.K", "V": "$.model.V"}
+# What is given once for all contracts of a part, and where.
+_SHARED = {"tokens": "tokens", "K": "model.K", "V": "model.V"}
+# The default of a key that a config with parts may leave to them; `parse` refuses a part without it.
+_LEFT_OUT: Any = None
+# The fields that every hash covers. One added since is left out while it has its default, so that published hashes stay true.
+_HASHED = {
+    "Config": "name model batch contracts about device shards tokens policy kernels search",
+    "Part": "name model batch contracts shards tokens kernels",
+    "Model": "H HV K V",
+    "Policy": "timer l2",
+    "Search": "screen_rounds keep final_rounds max_cell_seconds regret",
+    "ContractPart": "op layout input_dtype state_dtype gate_dtype beta_dtype A_log_dtype dt_bias_dtype gate beta mode intermediate "
+    "accepted pool ragged",
+}
 
 if TYPE_CHECKING:
     ContractPart = Contract
@@ -58,8 +72,8 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     regret: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01
 
 
-class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A config file. Made by `load` or `parse`.
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model's cells: its contracts at all its tokens, and its batch sizes at all its shards.
 
     batch: batch sizes B. shards: tensor-parallel shards; shard s has H/s and HV/s heads. tokens: T, each a contract of its own.
     contracts: what is computed, `Contract`'s fields without tokens, K and V, which come from `tokens` and `model`.
@@ -67,30 +81,27 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: Name
-    model: Model
-    batch: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
-    contracts: Annotated[tuple[ContractPart, ...], msgspec.Meta(min_length=1)]
-    about: str = ""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    model: Model = _LEFT_OUT
+    batch: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)] = _LEFT_OUT
+    contracts: Annotated[tuple[ContractPart, ...], msgspec.Meta(min_length=1)] = _LEFT_OUT
     shards: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)] = (1,)
     tokens: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)], ...], msgspec.Meta(min_length=1)] = (1,)
-    policy: Policy = msgspec.field(default_factory=Policy)
     kernels: dict[str, dict[str, Knob]] = {}
-    search: Search = Search()
 
-    def all_contracts(self) -> tuple[Contract, ...]:
+    def own_contracts(self) -> tuple[Contract, ...]:
         """Every contract at every T, sorted, each once."""
         parts = [msgspec.structs.asdict(part) for part in self.contracts]
         sizes = {"K": self.model.K, "V": self.model.V}
         return tuple(sorted({Contract(**{**part, **sizes, "tokens": t}) for part in parts for t in self.tokens}))
 
-    def problems(self) -> tuple[Problem, ...]:
-        """The cells, sorted by contract, then work units: each pair once, with the least sharded heads that give it."""
-        sizes: dict[int, tuple[int, int, int]] = {}
+    def own_cells(self) -> Iterator[tuple[int, Problem]]:
+        """Each pair of a contract and work units once, with the least shards that give it."""
+        sizes: dict[int, tuple[int, int, int, int]] = {}
         for s in sorted(self.shards):
             for B in self.batch:
-                sizes.setdefault(B * self.model.HV // s, (B, self.model.H // s, self.model.HV // s))
-        return tuple(Problem(c, *sizes[w]) for c in self.all_contracts() for w in sorted(sizes))
+                sizes.setdefault(B * self.model.HV // s, (s, B, self.model.H // s, self.model.HV // s))
+        for c in self.own_contracts():
+            yield from ((s, Problem(c, *heads)) for s, *heads in sizes.values())
 
     def admits(self, variant: Variant) -> bool:
         """Whether `kernels` lets a decode variant be tried."""
@@ -102,26 +113,90 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for knob, values in wanted.items()
         )
 
+
+_INHERITED = tuple(f for f in Part.__struct_fields__ if f != "name")
+
+
+class Config(Part, frozen=True, forbid_unknown_fields=True):
+    """A config file. Made by `load` or `parse`.
+
+    It is one part itself, or has `parts`, for which the keys of a part that stand at the top are the defaults; `parse` writes these
+    into the parts, and leaves none at the top.
+    """
+
+    about: str = ""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    policy: Policy = msgspec.field(default_factory=Policy)
+    search: Search = Search()
+    parts: Annotated[tuple[Part, ...], msgspec.Meta(min_length=1)] = ()
+
+    def each_part(self) -> tuple[Part, ...]:
+        """The parts; of a config without any, itself."""
+        return self.parts or (self,)
+
+    def all_contracts(self) -> tuple[Contract, ...]:
+        """Every contract of every part, sorted, each once."""
+        return tuple(sorted({c for part in self.each_part() for c in part.own_contracts()}))
+
+    def problems(self) -> tuple[Problem, ...]:
+        """The cells, sorted by contract, then work units: each pair once, with the least sharded heads, of the first part that has them."""
+        least: dict[tuple[Contract, int], tuple[int, Problem]] = {}
+        for part in self.each_part():
+            for shards, problem in part.own_cells():
+                key = (problem.contract, problem.work_units)
+                if key not in least or shards < least[key][0]:
+                    least[key] = (shards, problem)
+        return tuple(least[key][1] for key in sorted(least))
+
+    def admitted(self, contract: Contract, variants: Sequence[Variant]) -> tuple[Variant, ...]:
+        """Those decode variants that a part with this contract lets be tried."""
+        parts = [part for part in self.each_part() if contract in part.own_contracts()]
+        return tuple(v for v in variants if any(part.admits(v) for part in parts))
+
+    def only(self, patterns: Collection[str]) -> "Config":
+        """A config of the parts whose names match a pattern (`gdn-*`), named after the patterns; ConfigError for one that matches none."""
+        names = [part.name for part in self.parts]
+        for pattern in patterns:
+            if not fnmatch.filter(names, pattern):
+                there = f"its parts are {listed(names)}" if names else "it has no parts"
+                raise ConfigError(f"{self.name} has no part {pattern!r}{strict.near(pattern, names)}: {there}")
+        kept = tuple(part for part in self.parts if any(fnmatch.fnmatchcase(part.name, p) for p in patterns))
+        labels = [re.sub("[^a-z0-9._-]", "", pattern).strip("._-") for pattern in patterns]
+        return msgspec.structs.replace(self, name=".".join([self.name, *filter(None, labels)]), parts=kept)
+
     def check_kernels(self, knobs: Mapping[str, Collection[str]]) -> None:
         """Raises ConfigError where `kernels` names a kernel, or a knob of it, that `knobs` (names by kernel) has not."""
-        for kernel, wanted in self.kernels.items():
-            if kernel not in knobs:
-                near = strict.near(kernel, knobs)
-                raise ConfigError(
-                    f"{self.name}: $.kernels has the unknown key `{kernel}`{near}: accepted are {listed(knobs)}"
-                )
-            for knob in wanted:
-                if knob not in knobs[kernel]:
-                    near, names = strict.near(knob, knobs[kernel]), listed(knobs[kernel])
+        for i, part in enumerate(self.each_part()):
+            path = f"$.parts[{i}].kernels" if self.parts else "$.kernels"
+            for kernel, wanted in part.kernels.items():
+                if kernel not in knobs:
+                    near = strict.near(kernel, knobs)
                     raise ConfigError(
-                        f"{self.name}: $.kernels.{kernel} has the unknown key `{knob}`{near}: accepted are {names}"
+                        f"{self.name}: {path} has the unknown key `{kernel}`{near}: accepted are {listed(knobs)}"
                     )
+                for knob in wanted:
+                    if knob not in knobs[kernel]:
+                        near, names = strict.near(knob, knobs[kernel]), listed(knobs[kernel])
+                        raise ConfigError(
+                            f"{self.name}: {path}.{kernel} has the unknown key `{knob}`{near}: accepted are {names}"
+                        )
 
     @property
     def sha256(self) -> str:
         """Of what decides the sweep: comments, the order of keys, defaults written out and `about` do not change it."""
-        content = msgspec.json.encode(msgspec.structs.replace(self, about=""), order="sorted")
+        content = msgspec.json.encode(_hashed(msgspec.structs.replace(self, about="")), order="sorted")
         return hashlib.sha256(content).hexdigest()
+
+
+def _hashed(value: Any) -> Any:
+    """Plain data that a hash is of: a struct without the fields that came after its first hash and have their defaults."""
+    if isinstance(value, tuple):
+        return [_hashed(x) for x in value]
+    if not isinstance(value, msgspec.Struct):
+        return value
+    first = _HASHED.get(type(value).__name__, "").split()
+    fields = {f.name: (getattr(value, f.name), f.default) for f in msgspec.structs.fields(value)}
+    return {name: _hashed(x) for name, (x, default) in fields.items() if name in first or x != default}
 
 
 def load(path: str | os.PathLike[str]) -> Config:
@@ -140,38 +215,81 @@ def load(path: str | os.PathLike[str]) -> Config:
 def parse(data: bytes | str, source: str = "<config>") -> Config:
     """The config in YAML text; `source` names it in errors."""
     raw = _plain(data, source)
-    if isinstance(raw, dict) and isinstance(raw.get("contracts"), list):
-        for i, part in enumerate(raw["contracts"]):
-            for name in _SHARED.keys() & part.keys() if isinstance(part, dict) else ():
-                raise ConfigError(
-                    f"{source}: $.contracts[{i}].{name} is {strict.short(part[name])}: "
-                    f"{name} is the same for all contracts; give it once, as {_SHARED[name]}"
-                )
+    written = _parts_of(raw)
+    for path, part in [("$", raw), *((f"$.parts[{i}]", part) for i, part in enumerate(written))]:
+        _check_contracts(part, path, source)
     config: Config = strict.convert(raw, Config, source, ConfigError)
-    for where, fault in _faults(config):
-        raise ConfigError(f"{source}: {where}: {fault}")
+    if config.parts:
+        shared = {name: raw[name] for name in _INHERITED if name in raw}
+        parts = tuple(msgspec.convert({**shared, **part}, Part) for part in written)
+        config = Config(
+            name=config.name, about=config.about, device=config.device, policy=config.policy, search=config.search, parts=parts
+        )  # fmt: skip
+    for where, fault in _faults(config, written):
+        raise ConfigError(f"{source}: {where}{fault}")
     return config
 
 
-def _faults(config: Config) -> list[tuple[str, str]]:
-    """What no single value shows: where, and what is wrong with it."""
-    found: list[tuple[str, str]] = []
-    H, HV = config.model.H, config.model.HV
+def _parts_of(raw: Any) -> list[Any]:
+    parts = raw.get("parts") if isinstance(raw, dict) else None
+    return parts if isinstance(parts, list) else []
+
+
+def _check_contracts(raw: Any, path: str, source: str) -> None:
+    """Refuses what a contract may not have since its part gives it; the type alone would call it unknown."""
+    contracts = raw.get("contracts") if isinstance(raw, dict) else None
+    for i, contract in enumerate(contracts if isinstance(contracts, list) else ()):
+        for name in _SHARED.keys() & contract.keys() if isinstance(contract, dict) else ():
+            raise ConfigError(
+                f"{source}: {path}.contracts[{i}].{name} is {strict.short(contract[name])}: "
+                f"{name} is the same for all contracts; give it once, as {path}.{_SHARED[name]}"
+            )
+
+
+def _faults(config: Config, written: list[Any]) -> Iterator[tuple[str, str]]:
+    """What no single value shows: where, and what is wrong with it. written: the parts as they stand in the file."""
+    names = [part.name for part in config.parts]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            yield (
+                f"$.parts[{i}].name",
+                f" is {name!r}, as $.parts[{names.index(name)}].name is: accepted is a name of its own",
+            )
+    for i, part in enumerate(config.each_part()):
+        keys, path = (written[i], f"$.parts[{i}]") if config.parts else (_INHERITED, "$")
+        for key, below, fault in _part_faults(part):
+            if not key:
+                yield path, fault
+            elif key in keys:
+                yield f"{path}.{key}{below}", fault
+            else:  # inherited, so the top is to blame, or not fit for this part
+                yield f"$.{key}{below}", f"{fault} (in {path}, {part.name})"
+
+
+def _part_faults(part: Part) -> Iterator[tuple[str, str, str]]:
+    """The key that is to blame, or none, the place below it, and what is wrong."""
+    lacking = [name for name in ("model", "batch", "contracts") if getattr(part, name) is _LEFT_OUT]
+    if lacking:
+        yield "", "", f" lacks the key `{lacking[0]}`: a config gives it at the top, or in each of its `parts`"
+        return
+    sizes = list(_size_faults(part))
+    yield from sizes or (("", "", f": {fault}") for _, p in part.own_cells() if (fault := problem_fault(p)))
+
+
+def _size_faults(part: Part) -> Iterator[tuple[str, str, str]]:
+    H, HV = part.model.H, part.model.HV
     if HV % H:
-        found.append(("$.model.HV", f"HV={HV} is not a multiple of H={H}: each q/k head serves HV/H value heads"))
-    for i, s in enumerate(config.shards):
+        yield "model", ".HV", f": HV={HV} is not a multiple of H={H}: each q/k head serves HV/H value heads"
+    for i, s in enumerate(part.shards):
         if H % s:
             possible = listed(n for n in range(1, min(H, 1024) + 1) if H % n == 0)
             why = "less than one q/k head" if s > H else "a fraction of a q/k head"
-            found.append((f"$.shards[{i}]", f"{s} shards of H={H} have {why} each: accepted are {possible}"))
-    for i, part in enumerate(config.contracts):
-        fields = {**msgspec.structs.asdict(part), "K": config.model.K, "V": config.model.V, "tokens": config.tokens[0]}
+            yield "shards", f"[{i}]", f": {s} shards of H={H} have {why} each: accepted are {possible}"
+    for i, contract in enumerate(part.contracts):
+        fields = {**msgspec.structs.asdict(contract), "K": part.model.K, "V": part.model.V, "tokens": part.tokens[0]}
         if fault := contract_fault(Contract(**fields)):
-            name = fault.partition("=")[0]
-            found.append((_SHARED.get(name, f"$.contracts[{i}]"), fault))
-    if not found:
-        found += [("$", fault) for problem in config.problems() if (fault := problem_fault(problem))]
-    return found
+            key, _, below = _SHARED.get(fault.partition("=")[0], "contracts").partition(".")
+            yield key, f".{below}" if below else f"[{i}]" if key == "contracts" else "", f": {fault}"
 
 
 class _Loader(yaml.SafeLoader):

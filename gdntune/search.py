@@ -103,7 +103,7 @@ def plan(config: Config, device: Device) -> dict[Contract, tuple[tuple[Variant, 
     """For each contract of a config the decode variants that it admits, and the floor's."""
     return {
         c: (
-            tuple(v for v in kernels.variants(c, device) if config.admits(v)),
+            config.admitted(c, kernels.variants(c, device)),
             kernels.variants(c, device, "floor"),
         )
         for c in config.all_contracts()
@@ -121,9 +121,9 @@ def plan_objects(config: Config, device: Device) -> list[tuple[ObjectSpec, str]]
 
     if device.kind == "cuda":
         add(*kernels.flush(), label="flush")
+    for problem in config.problems():
+        add(problem.contract, kernels.default(problem.contract, problem.work_units, device))
     for contract, (decode, floor) in plan(config, device).items():
-        for work_units in {p.work_units for p in config.problems()}:
-            add(contract, kernels.default(contract, work_units, device))
         for variant in (*decode, *floor):
             add(contract, variant)
     return list(found.values())
@@ -322,7 +322,12 @@ class _Sweep:
         self.progress.end()
 
     def _timed(
-        self, child: Child, problem: Problem, variants: list[Variant], default: str | msgspec.UnsetType
+        self,
+        child: Child,
+        problem: Problem,
+        variants: list[Variant],
+        default: str | msgspec.UnsetType,
+        retries: int = RETRIES,
     ) -> list[Record]:
         floors = self.floors[problem.contract]
         limit = self.config.search.max_cell_seconds + CELL_GRACE_S
@@ -338,7 +343,7 @@ class _Sweep:
             if isinstance(got, Crashed) or not got.throttled:
                 break
         if isinstance(got, Crashed):
-            return self._culprits(child, problem, variants, floors, got, limit, default)
+            return self._culprits(child, problem, variants, floors, got, limit, default, retries)
         records: list[Record] = []
         for t in got.timed:
             records.append(
@@ -383,8 +388,12 @@ class _Sweep:
         whole: Crashed,
         limit: float,
         default: str | msgspec.UnsetType,
+        retries: int,
     ) -> list[Record]:
-        """After a cell took its process down: finds the variants that do so alone, journals them, times the rest."""
+        """After a cell took its process down: finds the variants that do so alone, journals them, times the rest.
+
+        Where none does so, something else ended the process (the system, short of memory; a kill): the cell is timed again.
+        """
         quick = msgspec.structs.replace(self.config.search, screen_rounds=2, final_rounds=2, keep=1)
         bad: dict[str, Crashed] = {}
         for v in variants:
@@ -396,6 +405,8 @@ class _Sweep:
             for v in variants
             if v.id in bad
         ]
+        if not bad and retries:
+            return self._timed(child, problem, variants, default, retries - 1)
         if not bad:
             return [Cell(problem=problem, status="failed", reason=f"{whole.reason}; no variant does so alone")]
         for contract, usable in self.usable.items():

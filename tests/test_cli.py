@@ -468,8 +468,8 @@ def test_sweep_end_to_end(tmp_path):
     assert result.returncode == 0, result.stderr
     said = json.loads(result.stdout)
     assert (said["chosen"], said["cells"]) == (2, 2)
-    assert sorted(p.name for p in out.iterdir() if p.suffix in (".json", ".jsonl", ".md", ".csv")) == [
-        "journal.jsonl", "report.csv", "report.md", "table.json",
+    assert sorted(p.name for p in out.iterdir() if p.suffix in (".json", ".jsonl", ".md", ".csv", ".html")) == [
+        "journal.jsonl", "report.csv", "report.html", "report.md", "table.json",
     ]  # fmt: skip
     assert "compile: " in result.stderr
     frame = pd.read_csv(out / "report.csv")
@@ -477,9 +477,42 @@ def test_sweep_end_to_end(tmp_path):
     assert "2 of 2 cells" in " ".join((out / "report.md").read_text().split())
     assert run("table", "validate", out / "table.json").stdout == f"{out / 'table.json'}: valid\n"
     # Again: nothing is left to do, and what is written is the same.
-    before = {p.name: p.read_bytes() for p in out.iterdir() if p.suffix in (".json", ".jsonl", ".md", ".csv")}
+    before = {p.name: p.read_bytes() for p in out.iterdir() if p.suffix in (".json", ".jsonl", ".md", ".csv", ".html")}
     assert spawn("sweep", config(tmp_path), "--out", out).returncode == 0
     assert {name: (out / name).read_bytes() for name in before} == before
+
+
+PARTS = {
+    "kernels": {"cpu_recurrent": {"tile_v": [32], "ilp": [2], "vec": [8]}},
+    "parts": [{"name": "one", "batch": [1]}, {"name": "two", "contracts": [{"state_dtype": "bf16"}]}],
+}
+
+
+def test_compile_parts(tmp_path):
+    """`--part` compiles what those parts need; each part's cells and objects, and the bundle's size, are told."""
+    path = config(tmp_path, **PARTS)
+    bundle = tmp_path / "bundle"
+    said = json.loads(run("compile", path, "--arch", "cpu", "--part", "t*", "--bundle", bundle, "--json").stdout)
+    assert said["config"] == "tiny.t"
+    assert said["parts"] == [{"name": "two", "contracts": 1, "cells": 2, "objects": said["objects"]}]
+    assert said["bundle_bytes"] == sum(p.stat().st_size for p in bundle.iterdir())
+    assert {m["spec"]["facts"]["state_dtype"] for m in said["manifests"]} == {"bf16"}
+    text = run("compile", path, "--arch", "cpu", "--part", "two", "--bundle", bundle).stdout
+    assert f"part two: 1 contracts, 2 cells, {said['objects']} objects\n" in text
+    assert text.endswith(f"bundle: {bundle}, {said['bundle_bytes']:,} bytes\n")
+
+
+@pytest.mark.parametrize("command", ["sweep", "bench", "compile"])
+def test_no_such_part(tmp_path, monkeypatch, command):
+    """A part that is not there is refused with those that are, before anything is written."""
+    monkeypatch.chdir(tmp_path)
+    extra = ("--arch", "cpu") if command == "compile" else ()
+    path = config(tmp_path, **PARTS)
+    assert refused(
+        run(command, path, "--part", "tow", *extra), "tiny has no part 'tow' (did you mean `two`?)", "one, two"
+    )
+    assert refused(run(command, config(tmp_path), "--part", "two", *extra), "tiny has no part 'two': it has no parts")
+    assert [p.name for p in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
 def test_no_compiler(tmp_path):

@@ -8,12 +8,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdntune import config
+from gdntune import arch, config, kernels, search, table
 from gdntune.errors import ConfigError
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, contract_fault, problem_fault
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "configs"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 SMALL = {"name": "small", "model": {"H": 4, "HV": 8}, "batch": [1, 2], "contracts": [{"op": "gdn_decode"}]}
 
@@ -32,6 +33,7 @@ def test_shipped_configs_are_legal(path):
     assert [problem_fault(p) for p in problems if problem_fault(p)] == []
     keys = [(p.contract, p.work_units) for p in problems]
     assert keys == sorted(set(keys))
+    c.check_kernels({k.name: k.knobs.__dataclass_fields__ for k in kernels.KERNELS.values()})
 
 
 @pytest.mark.parametrize("name, heads", [("qwen3-next-80b-a3b", 32), ("qwen3.5-397b-a17b", 64)])
@@ -40,7 +42,7 @@ def test_model_configs_cover_every_shard(name, heads):
     c = config.load(CONFIGS / f"{name}.yaml")
     units = {p.work_units for p in c.problems()}
     assert {b * heads // s for b in (2**i for i in range(10)) for s in (1, 2, 4, 8)} <= units
-    assert 13 <= len(units) <= 20
+    assert 13 <= len(units) <= 36
     assert len(c.all_contracts()) == 16
     assert len(c.problems()) == 16 * len(units)
     assert {(k.mode, k.pool, k.gate, k.beta, k.input_dtype) for k in c.all_contracts()} == {
@@ -101,6 +103,10 @@ REFUSED = {
     "HV not a multiple of H": ({"model": {"H": 3, "HV": 8}}, "$.model.HV", "HV=8", "H=3"),
     "more shards than heads": ({"shards": [1, 8]}, "$.shards[1]", "less than one", "1, 2, 4"),
     "shards that cut a head": ({"shards": [3]}, "$.shards[0]", "a fraction", "1, 2, 4"),
+    "no model": ({"model": None}, "$", "lacks the key `model`", "at the top, or in each of its `parts`"),
+    "no batch": ({"batch": None}, "$", "lacks the key `batch`", "at the top, or in each of its `parts`"),
+    "no parts": ({"parts": []}, "$.parts", "[]", "length >= 1"),
+    "part without a name": ({"parts": [{}]}, "$.parts[0]", "lacks the key `name`", "name, model, batch"),
     "K": ({"model": {"H": 4, "HV": 8, "K": 100}}, "$.model.K", "K=100", "64, 96, 128, 256"),
     "V": ({"model": {"H": 4, "HV": 8, "V": 33}}, "$.model.V", "V=33", "multiples of 32"),
     "gate of the other op": ({"contracts": [{"op": "kda_decode"}]}, "$.contracts[0]", "gate='raw'", "log, softplus"),
@@ -114,6 +120,118 @@ REFUSED = {
     "name": ({"name": "a b"}, "$.name", "'a b'", "regex"),
     "policy": ({"policy": {"l2": "cold"}}, "$.policy.l2", "'cold'", "cold-clean, cold-dirty, rotate, warm"),
 }
+
+
+# The last of the parts, the path, what stood there, what is accepted. The first part has nothing of its own.
+REFUSED_PARTS = {
+    "unknown key": ({"shard": [1]}, "$.parts[1]", "`shard` (did you mean `shards`?)", "name, model, batch"),
+    "policy": ({"policy": {"l2": "warm"}}, "$.parts[1]", "`policy`", "kernels"),
+    "parts in a part": ({"parts": [{"name": "c"}]}, "$.parts[1]", "`parts`", "name, model, batch"),
+    "value": ({"tokens": [0]}, "$.parts[1].tokens[0]", "0", ">= 1"),
+    "no name": ({"name": None}, "$.parts[1]", "lacks the key `name`", "name, model, batch"),
+    "name": ({"name": "B"}, "$.parts[1].name", "'B'", "regex"),
+    "name of another": ({"name": "a"}, "$.parts[1].name", "'a', as $.parts[0].name", "a name of its own"),
+    "model": ({"model": {"H": 3, "HV": 4}}, "$.parts[1].model.HV", "HV=4", "H=3"),
+    "K": ({"model": {"H": 4, "HV": 8, "K": 100}}, "$.parts[1].model.K", "K=100", "64, 96, 128, 256"),
+    "shards of its own": ({"shards": [8]}, "$.parts[1].shards[0]", "less than one", "1, 2, 4"),
+    "shards of all": ({"model": {"H": 3, "HV": 3}}, "$.shards[1]", "2 shards of H=3", "1, 3 (in $.parts[1], b)"),
+    "contract": ({"contracts": [{"op": "kda_decode"}]}, "$.parts[1].contracts[0]", "gate='raw'", "log, softplus"),
+    "unknown contract key": ({"contracts": [{"dtype": "x"}]}, "$.parts[1].contracts[0]", "`dtype`", "op, layout"),
+    "tokens in a contract": (
+        {"contracts": [{"tokens": 2}]},
+        "$.parts[1].contracts[0].tokens",
+        "2",
+        "$.parts[1].tokens",
+    ),
+    "V in a contract": ({"contracts": [{"V": 64}]}, "$.parts[1].contracts[0].V", "64", "$.parts[1].model.V"),
+    "knob values": ({"kernels": {"x": {"y": []}}}, "$.parts[1].kernels.x.y", "[]", "length >= 1"),
+}
+
+
+@pytest.mark.parametrize("changes, path, given_, accepted", REFUSED_PARTS.values(), ids=REFUSED_PARTS)
+def test_refused_parts(changes, path, given_, accepted):
+    """A fault of a part is told with its place there; one of an inherited key with its place at the top, and the part."""
+    part = {k: v for k, v in {"name": "b", **changes}.items() if v is not None}
+    with pytest.raises(ConfigError) as e:
+        read(shards=[1, 2], parts=[{"name": "a"}, part])
+    message = str(e.value)
+    assert message.startswith(f"small.yaml: {path}")
+    assert message[len(f"small.yaml: {path}")] in " :"
+    assert given_ in message
+    assert accepted in message
+
+
+def test_parts_lack_what_neither_they_nor_the_top_give():
+    """A key that the top leaves out must stand in each part: the first without it is named."""
+    parts = [{"name": "a", "batch": [1]}, {"name": "b"}]
+    with pytest.raises(ConfigError, match=r"\$\.parts\[1\] lacks the key `batch`"):
+        read(batch=None, parts=parts)
+    parts[1]["batch"] = [4]
+    assert [p.B for p in read(batch=None, parts=parts).problems()] == [1, 4]
+
+
+def test_parts_have_the_defaults_of_the_top():
+    """A part has the top's value of each key that it does not give, and its own of each that it gives, as a whole."""
+    kernels_ = {"recurrent": {"ilp": [1], "vec": [8]}}
+    own = {"model": {"H": 2, "HV": 2, "V": 64}, "tokens": [3], "contracts": [{"state_dtype": "fp32"}], "shards": [2]}
+    own |= {"batch": [7], "kernels": {"recurrent": {"ilp": [2]}}}
+    c = read(tokens=[1, 2], kernels=kernels_, parts=[{"name": "a"}, {"name": "b", **own}])
+    first, second = c.parts
+    assert (first.tokens, first.shards, first.batch, first.kernels["recurrent"]) == (
+        (1, 2), (1,), (1, 2), {"ilp": (1,), "vec": (8,)},
+    )  # fmt: skip
+    assert second.kernels == {"recurrent": {"ilp": (2,)}}
+    assert second.own_contracts() == (Contract(tokens=3, V=64, state_dtype="fp32"),)
+    assert [(p.B, p.H, p.HV) for p in c.problems() if p.contract.V == 64] == [(7, 1, 1)]
+    assert c.all_contracts() == tuple(sorted(first.own_contracts() + second.own_contracts()))
+    assert read(parts=[{"name": "a"}, {"name": "b", "kernels": {}}], kernels=kernels_).parts[1].kernels == {}
+
+
+def test_cells_of_parts_are_a_union():
+    """A pair of contract and work units that several parts have is one cell, of the part that shards it least, else of the first."""
+    model = {"H": 4, "HV": 4}
+    parts = [
+        {"name": "sharded", "shards": [4, 2], "batch": [2, 4]},
+        {"name": "first", "model": model, "batch": [2, 4]},
+        {"name": "second", "model": {"H": 2, "HV": 4}, "batch": [2, 8]},
+        {"name": "other", "contracts": [{"state_dtype": "fp32"}], "batch": [1]},
+    ]
+    c = read(parts=parts)
+    assert [(p.contract.state_dtype, p.work_units, p.B, p.H, p.HV) for p in c.problems()] == [
+        ("bf16", 4, 2, 1, 2),
+        ("bf16", 8, 2, 4, 4),
+        ("bf16", 16, 4, 4, 4),
+        ("bf16", 32, 8, 2, 4),
+        ("fp32", 8, 1, 4, 8),
+    ]
+
+
+def test_one_part_is_the_flat_config():
+    """What a flat config says and a config whose only part says it have the same cells and contracts."""
+    flat = read(shards=[1, 2], tokens=[1, 4])
+    part = {k: v for k, v in SMALL.items() if k != "name"} | {"shards": [1, 2], "tokens": [1, 4]}
+    parted = config.parse(yaml.safe_dump({"name": "small", "parts": [{"name": "only", **part}]}))
+    assert (parted.problems(), parted.all_contracts()) == (flat.problems(), flat.all_contracts())
+
+
+def test_only_takes_parts_by_name_or_pattern():
+    """`only` keeps the parts that are named, in the file's order, and refuses a pattern that is of no use."""
+    c = read(parts=[{"name": n, "batch": [i]} for i, n in enumerate(("decode", "verify-a", "verify-b"), 1)])
+    one = c.only(["verify-b"])
+    assert (one.name, [p.name for p in one.parts], [p.B for p in one.problems()]) == (
+        "small.verify-b", ["verify-b"], [3],
+    )  # fmt: skip
+    assert [p.name for p in c.only(["verify-*", "decode"]).parts] == ["decode", "verify-a", "verify-b"]
+    names = {"verify-*": "small.verify", "*-?": "small", "[dv]*": "small.dv"}
+    assert {pattern: c.only([pattern]).name for pattern in names} == names
+    assert c.only(["verify-*", "decode"]).name == "small.verify.decode"
+    assert len({c.sha256, one.sha256, c.only(["verify-*"]).sha256}) == 3
+    with pytest.raises(
+        ConfigError, match=r"no part 'decoed' \(did you mean `decode`\?\): its parts are decode, verify-a"
+    ):
+        c.only(["verify-*", "decoed"])
+    with pytest.raises(ConfigError, match="it has no parts"):
+        read().only(["decode"])
 
 
 @pytest.mark.parametrize("changes, path, given_, accepted", REFUSED.values(), ids=REFUSED)
@@ -181,7 +299,7 @@ yaml_like = st.recursive(
     | st.sampled_from(["bf16", "cuda", "warm"]),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from([*SMALL, "H", "HV", "K", "x"]) | st.integers(), inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*SMALL, "H", "HV", "K", "x", "parts"]) | st.integers(), inner, max_size=3)
     ),
     max_leaves=8,
 )
@@ -214,6 +332,66 @@ def test_sha256_covers_what_decides_the_sweep():
     assert len({base.sha256, *(c.sha256 for c in others)}) == 5
 
 
+def test_sha256_of_parts():
+    """A key inherited or written out is the same sweep; a part's own values, kernels and policy are not."""
+    base = read(tokens=[2], parts=[{"name": "a"}, {"name": "b", "batch": [8]}])
+    assert read(parts=[{"name": "a", "tokens": [2]}, {"name": "b", "tokens": [2], "batch": [8]}]).sha256 == base.sha256
+    others = [
+        read(tokens=[2], parts=[{"name": "a"}]),
+        read(tokens=[2], parts=[{"name": "a"}, {"name": "b", "batch": [9]}]),
+        read(tokens=[2], parts=[{"name": "a"}, {"name": "b", "batch": [8], "kernels": {"recurrent": {}}}]),
+        read(tokens=[2], parts=[{"name": "a"}, {"name": "b", "batch": [8]}], policy={"l2": "warm"}),
+        read(tokens=[2]),
+    ]
+    assert len({base.sha256, *(c.sha256 for c in others)}) == 6
+
+
+PUBLISHED = {
+    "qwen3.5-397b-a17b": "5ae8af9973722c31cef76e42474d8412c5332070d8e68fad5445471a5850c1f3",
+    "kimi-linear-48b-a3b": "ee0e56d13a8a2bf7b45e678d33d892e19dd3c6ec15e5ceb1e8dfdf187d2fec0e",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_hashes_stay_true(name):
+    """Journals and tables name these configs by these hashes, whatever fields configs got since."""
+    assert config.load(CONFIGS / f"{name}.yaml").sha256 == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("tables/*/*.json")), ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_shipped_tables_name_their_configs(path):
+    """A config in configs/ that a shipped table stands on has the hash that the table says."""
+    evidence = table.load(path).evidence
+    for source in evidence.sources or (evidence,):
+        file = CONFIGS / f"{source.config}.yaml"
+        if file.exists():
+            assert config.load(file).sha256 == source.config_sha256
+
+
+@pytest.mark.parametrize("struct", ["search", "policy"])
+def test_every_field_is_hashed(struct):
+    """A value other than the default changes the hash, of a field from the first day or a later one."""
+    base = read()
+    part = getattr(base, struct)
+    hashes = {base.sha256}
+    for name in part.__struct_fields__:
+        hashes.add(msgspec.structs.replace(base, **{struct: msgspec.structs.replace(part, **{name: 12345})}).sha256)
+    assert len(hashes) == 1 + len(part.__struct_fields__)
+
+
+def test_a_new_field_leaves_old_hashes_alone():
+    """A field that came later is in the hash only where it has not its default."""
+
+    class Later(config.Search, frozen=True):
+        threads: int = 1
+
+    Later.__name__ = "Search"
+    base = read()
+    with_default = msgspec.structs.replace(base, search=Later())
+    assert with_default.sha256 == base.sha256
+    assert msgspec.structs.replace(base, search=Later(threads=2)).sha256 != base.sha256
+
+
 def test_kernels_restrict_variants():
     """`kernels` leaves the named kernels, and of each the listed values; True is not 1."""
     c = read(kernels={"recurrent": {"tile_v": [16, 32], "wide": [True]}})
@@ -223,6 +401,22 @@ def test_kernels_restrict_variants():
     for change in ({"tile_v": 64}, {"wide": 1}, {"wide": False}):
         assert not c.admits(msgspec.structs.replace(variant, knobs={**variant.knobs, **change}))
     assert read().admits(variant)
+    assert c.admitted(Contract(), [variant, msgspec.structs.replace(variant, kernel="other")]) == (variant,)
+
+
+def test_kernels_of_parts_restrict_their_contracts():
+    """A variant is tried for a contract where one of the parts that have it admits it; the order stays."""
+    both, fp32 = {"contracts": [{}, {"state_dtype": "fp32"}]}, {"contracts": [{"state_dtype": "fp32"}]}
+    parts = [
+        {"name": "a", **both, "kernels": {"recurrent": {"ilp": [1]}}},
+        {"name": "b", **fp32, "kernels": {"recurrent": {"ilp": [4]}}},
+        {"name": "c", "contracts": [{"state_dtype": "fp16"}]},
+    ]
+    c = read(parts=parts)
+    variants = [Variant("recurrent", f"r{i}", {"ilp": i}) for i in (4, 2, 1)]
+    tried = {x.state_dtype: [v.id for v in c.admitted(x, variants)] for x in c.all_contracts()}
+    assert tried == {"bf16": ["r1"], "fp32": ["r4", "r1"], "fp16": ["r4", "r2", "r1"]}
+    assert c.admitted(Contract(tokens=9), variants) == ()
 
 
 def test_check_kernels_names_the_nearest():
@@ -233,3 +427,40 @@ def test_check_kernels_names_the_nearest():
         read(kernels={"recurent": {}}).check_kernels(known)
     with pytest.raises(ConfigError, match=r"\$.kernels.recurrent has the unknown key `tile`.*accepted are tile_v, ilp"):
         read(kernels={"recurrent": {"tile": [1]}}).check_kernels(known)
+    parts = [{"name": "a"}, {"name": "b", "kernels": {"recurrent": {"tile": [1]}}}]
+    with pytest.raises(ConfigError, match=r"\$.parts\[1\].kernels.recurrent has the unknown key `tile`"):
+        read(parts=parts).check_kernels(known)
+
+
+def test_shipped_parts_can_all_be_swept():
+    """Each contract of shipped.yaml has variants and a floor on an H100, in each part; the whole models' cells are all there."""
+    c, device = config.load(CONFIGS / "shipped.yaml"), arch.target("sm_90a")
+    for part in c.parts:
+        for contract, (decode, floor) in search.plan(c.only([part.name]), device).items():
+            assert len(decode) >= 8, (part.name, contract.key())
+            assert floor, (part.name, contract.key())
+    cells = set(c.problems())
+    models = {
+        p
+        for name in ("qwen3.5-397b-a17b", "kimi-linear-48b-a3b")
+        for p in config.load(CONFIGS / f"{name}.yaml").problems()
+    }
+    assert models <= cells
+    assert len(cells - models) <= 350
+
+
+def test_shipped_covers_what_engines_ask_for():
+    """Every state dtype, layout, mode and way for intermediate states of decode stands in shipped.yaml, KDA and OLMo's sizes too."""
+    found = config.load(CONFIGS / "shipped.yaml").all_contracts()
+    for values in (
+        {"op": "gdn_decode", "state_dtype": "fp16"},
+        {"layout": "v_last", "pool": False, "gate": "log"},
+        {"intermediate": "slots", "accepted": True, "ragged": True, "mode": "frozen"},
+        {"intermediate": "dense", "mode": "frozen"},
+        {"intermediate": "indexed", "mode": "frozen", "ragged": True},
+        {"intermediate": "none", "mode": "frozen"},
+        {"K": 96, "V": 192, "beta": "given"},
+        {"op": "kda_decode", "gate": "softplus", "state_dtype": "bf16"},
+        {"op": "kda_decode", "gate": "log", "state_dtype": "fp32"},
+    ):
+        assert any(all(getattr(c, k) == v for k, v in values.items()) for c in found), values
