@@ -1,6 +1,5 @@
 """What a bench runs in its timing process: checks one entry of a peer at a cell, and times peers and our variants there together."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -95,7 +94,7 @@ def time_task(
     calls = session.calls(problem, "decode", ours)
     floor_calls = session.calls(problem, "floor", floors).calls if floors else []
     kept = _fastest(session, floor_calls)
-    everything = [*calls.calls, *(floor_calls[i] for i in kept), *_peer_calls(session, calls, entries)]
+    everything = [*calls.calls, *(floor_calls[i] for i in kept), *_peer_calls(calls, entries)]
     rounds, stop = _rounds(session, everything, search, began)
     calls.restore()
     samples = session.timer.measure(everything, rounds)
@@ -119,31 +118,14 @@ def _fastest(session: Session, calls: Sequence[Callable[[int], Any]]) -> list[in
     return sorted(range(len(calls)), key=lambda i: (summary(looks[i]).median_us, i))[:FLOORS_KEPT]
 
 
-def _peer_calls(session: Session, calls: Calls, entries: Sequence[Named]) -> list[Callable[[int], Any]]:
-    """The entries' calls on the cell's tensors; under `rotate` each round takes other slots, as ours do."""
+def _peer_calls(calls: Calls, entries: Sequence[Named]) -> list[Callable[[int], Any]]:
+    """The entries' calls on the cell's tensors: as ours, on other slots each turn under `rotate`, in each layer under `chain`."""
     found: list[Callable[[int], Any]] = []
-    turns = _turns(calls.case, session.timer.policy.l2 == "rotate") if entries else []
     for peer, name in entries:
         entry = peers.get(peer).entry(name)
-        bound = [entry.bind(case).call for case in turns]
-        found.append(lambda r, bound=bound: bound[r % len(bound)]())  # type: ignore[misc]
+        bound = [entry.bind(case).call for case in calls.cases]
+        found.append(lambda turn, bound=bound: bound[turn % len(bound)]())  # type: ignore[misc]
     return found
-
-
-def _turns(case: Case, rotate: bool) -> list[Case]:
-    """The case, or under `rotate` one for each walk of its requests through the pool; index tensors are whole ones, thus aligned."""
-    import torch
-
-    if not rotate or case.read_index is None:
-        return [case]
-    B, slots = case.problem.B, case.state.shape[0]
-    order = torch.randperm(slots, device=case.state.device, dtype=torch.int32)
-    turns = []
-    for t in range(slots // B):
-        index = order[t * B : (t + 1) * B].clone()
-        write = None if case.write_index is None else index
-        turns.append(dataclasses.replace(case, read_index=index, write_index=write))
-    return turns
 
 
 def _rounds(

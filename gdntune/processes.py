@@ -1,9 +1,10 @@
-"""Worker processes that start afresh and do not run the caller's program again."""
+"""Worker processes: they start afresh, do not run the caller's program again, and take no more memory than there is."""
 
 import contextlib
 import multiprocessing
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # Never fork: the caller may hold a CUDA context, and threads that hold locks.
 SPAWN = multiprocessing.get_context("spawn")
@@ -24,3 +25,36 @@ def hidden_main() -> Iterator[None]:
         yield
     finally:
         main.__dict__.update(kept)
+
+
+def free_memory() -> int | None:
+    """Bytes that this process may still take: what the system has free, or its control group; None where Linux does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    group = Path("/sys/fs/cgroup")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        # absent, or `max`, where there is no limit
+        with contextlib.suppress(OSError, ValueError):
+            free.append(int((group / limit).read_text()) - int((group / used).read_text()))
+    return max(min(free), 0) if free else None
+
+
+def limit_memory(share: float = 0.9) -> None:
+    """Lets this process take at most a share of the memory that is free now, where Linux can.
+
+    What leaks then fails by itself, and the system ends no other process for it.
+    """
+    free = free_memory()
+    if free is None:
+        return
+    import resource
+
+    # data in pages: private memory that can be written, which is what RLIMIT_DATA counts
+    data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (data + int(share * free), resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -5,8 +5,9 @@ The process may be killed at any time by its parent (an illegal access, a hang);
 
 import dataclasses
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -17,8 +18,12 @@ from gdntune.config import Search
 from gdntune.errors import MeasurementError, UnsupportedProblem
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
+from gdntune.processes import limit_memory
 from gdntune.store import Store, object_spec
-from gdntune.timing import Policy, Timer, make_timer, measured_peaks, summary
+from gdntune.timing import TURNS, Policy, Timer, make_timer, measured_peaks, summary
+
+if TYPE_CHECKING:
+    from gdntune.chain import Chained
 
 # A screen in two looks: all variants a few times, then the better third as often as the config says.
 FIRST_LOOK_ROUNDS = 3
@@ -48,20 +53,38 @@ class CellResult(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """What a cell's variants are called through: each callable takes the round. case: what they share; None for the floor."""
+    """What a cell's variants are called through: each callable takes the turn, or under `chain` the layer.
+
+    cases: what they share, one case for each turn of a walk through a pool, or for each layer of a chain; none for the floor.
+    kept: the state of the first, as it was made, and as that of all others was.
+    """
 
     calls: list[Callable[[int], Any]]
-    case: Any
+    cases: list[Any]
     kept: Any
 
+    @property
+    def case(self) -> Any:
+        """The first case, or None."""
+        return self.cases[0] if self.cases else None
+
+    def _each(self, name: str) -> list[Any]:
+        """The cases' tensors of a name, those that share an address once."""
+        found = {getattr(case, name).data_ptr(): getattr(case, name) for case in self.cases}
+        return list(found.values())
+
     def restore(self) -> None:
-        """Puts the state back to what it was before anything was timed."""
-        if self.case is not None:
-            self.case.state.copy_(self.kept)
+        """Puts the states back to what they were before anything was timed."""
+        for state in self._each("state"):
+            state.copy_(self.kept)
 
     def finite(self) -> bool:
-        """Whether the outputs of the last call are numbers."""
-        return self.case is None or bool(self.case.output.isfinite().all())
+        """Whether the outputs of the last call, and the states, are numbers."""
+        import torch
+
+        # a sum, since isfinite() of a state needs as much memory again
+        sums = [state.sum(dtype=torch.float32) for state in self._each("state")]
+        return all(bool(x.isfinite().all()) for x in (*sums, *self._each("output")))
 
 
 def _call(function: Callable[..., Any], arguments: list[tuple[Any, ...]], n: int) -> Callable[[int], Any]:
@@ -81,8 +104,17 @@ class Session:
 
             torch.cuda.set_device(index)
         self.place = f"cuda:{index}" if device.kind == "cuda" else "cpu"
-        self.timer: Timer = make_timer(device, policy, self._reader() if device.kind == "cuda" else None)
+        reader = self._reader() if device.kind == "cuda" else None
+        self.chained: Chained | None = None
+        if policy.l2 == "chain":
+            from gdntune.chain import make_chain_timer
+
+            self.timer: Timer = (chained := make_chain_timer(device, policy, reader))
+            self.chained = chained
+        else:
+            self.timer = make_timer(device, policy, reader)
         self._checkers: dict[Contract, Checker] = {}
+        self._overheads_us: dict[int, float] = {}
 
     def _reader(self) -> Callable[[Any], Any]:
         """The kernel that reads the flush buffer: the floor's read form under a name of its own."""
@@ -128,31 +160,44 @@ class Session:
         return verdict.ok, verdict.worst, verdict.error
 
     def calls(self, problem: Problem, role: str, variants: Sequence[Variant]) -> "Calls":
-        """Callables of a cell's variants over one shared set of tensors."""
+        """Callables of a cell's variants over one shared set of tensors. Under `chain` the decode role's come first."""
+        turns = 1
+        if self.chained is not None:
+            from gdntune.chain import layers_of
+
+            turns = layers_of(problem, self.device)
+        elif self.timer.policy.l2 == "rotate":
+            turns = self._turns(problem)
+        cases = [] if role == "floor" else self._cases(problem, turns)
+        kept = cases[0].state.clone() if cases else None
+        arguments = [c.arguments() for c in cases] or _floor_arguments(problem, turns, self.place)
+        functions = [self.function(problem.contract, v) for v in variants]
+        calls: list[Callable[[int], Any]] = [_call(f, arguments, turns) for f in functions]
+        return Calls(calls, cases, kept)
+
+    def _cases(self, problem: Problem, turns: int) -> list[Any]:
+        """A cell's case; under `rotate` one a turn, of one pool; under `chain` one a layer, in what the timer times."""
         from gdntune.cases import make_case
 
-        rotate = self.timer.policy.l2 == "rotate"
-        turns = self._turns(problem) if rotate else 1
-        case = kept = None
-        if role == "floor":
-            arguments = _floor_arguments(problem, turns, self.place)
-        else:
-            case = make_case(problem, self.place, slots=problem.B * turns if rotate else None)
-            kept = case.state.clone()
-            arguments = _rotated(case) if rotate else [case.arguments()]
-        n = len(arguments)
-        functions = [self.function(problem.contract, v) for v in variants]
-        calls: list[Callable[[int], Any]] = [_call(f, arguments, n) for f in functions]
-        return Calls(calls, case, kept)
+        if self.chained is not None:
+            from gdntune.chain import Chain
+
+            self.chained.chain = None  # the last cell's pools go before this one's are made
+            self.chained.chain = chain = Chain(problem, self.place, turns)
+            return chain.cases
+        if turns == 1:
+            return [make_case(problem, self.place)]
+        return _rotated(make_case(problem, self.place, slots=problem.B * turns))
 
     def _turns(self, problem: Problem) -> int:
-        """Turns of a walk through a pool so large that what a turn touched has left L2 before it comes again."""
+        """Turns of a walk through a pool so large that what a turn touched has left L2 before it comes again: a power of two."""
         if not problem.contract.reads_index:
             raise UnsupportedProblem(
                 f"l2='rotate' with {problem.contract.key()}: it walks through the slots of a pool by initial_state_indices; "
                 "accepted are contracts with pool=True and no ssm_state_indices, or another L2 policy"
             )
-        return min(64, max(2, -(-4 * self.device.l2_bytes // sol.state_bytes(problem))))
+        least = -(-4 * self.device.l2_bytes // sol.state_bytes(problem))
+        return min(TURNS, max(2, 1 << (least - 1).bit_length()))
 
     def time_cell(
         self, problem: Problem, decode: Sequence[Variant], floor: Sequence[Variant], search: Search
@@ -196,7 +241,8 @@ class Session:
 
     def _rounds(self, screen: list[list[float]], leaders: list[int], search: Search, spent: float) -> tuple[int, str]:
         """How many final rounds fit into the cell's time, and the stop rule that this is."""
-        one_round = sum(summary(screen[i]).median_us + self.overhead_us for i in leaders) * 1e-6
+        calls = self.timer.calls_a_sample
+        one_round = sum(calls * summary(screen[i]).median_us + self.overhead_us for i in leaders) * 1e-6
         fit = int((search.max_cell_seconds - spent) / max(one_round, 1e-9))
         least = min(search.final_rounds, 20)
         if fit >= search.final_rounds:
@@ -205,14 +251,15 @@ class Session:
 
     @property
     def overhead_us(self) -> float:
-        """What a sample costs beside the call: the flush and the launches, measured once."""
-        if not hasattr(self, "_overhead_us"):
-            start = time.perf_counter()
-            self.timer.measure([lambda _: None] if self.device.kind == "cpu" else [self._empty_call()], 20)
-            self._overhead_us = (time.perf_counter() - start) * 1e6 / 20
-        return self._overhead_us
+        """What a sample costs beside the calls in it: the flush or the chain, and the launches; measured once for each number of calls."""
+        calls = self.timer.calls_a_sample
+        if calls not in self._overheads_us:
+            self._overheads_us[calls] = self.timer.pace_us(self._empty_call())
+        return self._overheads_us[calls]
 
     def _empty_call(self) -> Callable[[int], Any]:
+        if self.device.kind == "cpu":
+            return lambda _: None
         import torch
 
         x = torch.zeros(1, device=self.place)
@@ -229,14 +276,15 @@ def _best(samples: list[list[float]], among: Sequence[int], count: int, at_least
     return sorted(enough, key=lambda i: (summary(samples[i]).median_us, i))[:count]
 
 
-def _rotated(case: Any) -> list[tuple[Any, ...]]:
-    """The case's arguments with the slots of each turn of a walk through the pool."""
+def _rotated(case: Any) -> list[Any]:
+    """The case with the slots of each turn of a walk through its pool; indices are tensors of their own, thus aligned."""
     import torch
 
     order = torch.randperm(case.state.shape[0], device=case.state.device, dtype=torch.int32)
+    indices = [index.clone() for index in order.split(case.problem.B)]
     return [
-        dataclasses.replace(case, read_index=index, write_index=None if case.write_index is None else index).arguments()
-        for index in order.split(case.problem.B)
+        dataclasses.replace(case, read_index=index, write_index=None if case.write_index is None else index)
+        for index in indices
     ]
 
 
@@ -269,6 +317,8 @@ def current(start: Start) -> Session:
     if not _SESSION:
         from pathlib import Path
 
+        if start.device.kind == "cpu":
+            limit_memory()
         store = Store(Path(start.root), [Path(b) for b in start.bundles])
         _SESSION.append(Session(start.device, start.index, store, start.policy))
     return _SESSION[0]
@@ -297,4 +347,9 @@ def time_task(
     start: Start, problem: Problem, decode: list[Variant], floor: list[Variant], search: Search
 ) -> CellResult:
     """Times one cell."""
-    return current(start).time_cell(problem, decode, floor, search)
+    try:
+        return current(start).time_cell(problem, decode, floor, search)
+    except Exception as e:
+        # Whoever sends the error on holds its traceback, and with it this cell's tensors, while the next cell makes its own.
+        traceback.clear_frames(e.__traceback__)
+        raise

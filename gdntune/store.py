@@ -93,13 +93,16 @@ _TOOLCHAINS: dict[str, str] = {}
 def object_spec(
     kernel: Kernel, contract: Contract, variant: Variant, device: Device, *, label: str | None = None
 ) -> ObjectSpec:
-    """The object that serves a contract with a variant on a device."""
+    """The object that serves a contract with a variant on a device.
+
+    label: a name for profilers other than the variant's; such an object is one of its own, so that no other shows under that name.
+    """
     if kernel.device not in _TOOLCHAINS:
         _TOOLCHAINS[kernel.device] = toolchain(kernel.device)
     return ObjectSpec(
         kernel=kernel.name,
         device=kernel.device,
-        facts=dict(kernel.facts(contract)),
+        facts={**kernel.facts(contract), **({} if label is None else {"label": label})},
         knobs=dict(variant.knobs),
         arch=device.arch,
         fingerprint=fingerprint(kernel.sources),

@@ -1,12 +1,14 @@
-"""Times callables: CUPTI's kernel records, CUDA events or the CPU's clock, under a stated L2. Knows no kernels.
+"""Times callables: CUPTI's kernel records, CUDA events, CUDA graphs or the CPU's clock, under a stated L2. Knows no kernels.
 
 A time of `cupti` is the device's first start to last end; of `events`, that and the launch gaps around it, in steps of
-0.5 us; of `cpu`, the host's clock around the call.
+0.5 us; of `graph`, what the call adds to a CUDA graph: the gap between two kernels, and what the next one waits since the
+call left modified lines in L2, are in it; of `cpu`, the host's clock around the call.
 """
 
 import contextlib
 import functools
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -15,26 +17,33 @@ from typing import Any, Literal, cast, get_args
 
 import msgspec
 
-from gdntune import arch, cupti_records
+from gdntune import arch, cupti_records, graphs
 from gdntune.arch import Device
 from gdntune.errors import MeasurementError, ToolMissing, UnsupportedProblem, listed
 
-TimerName = Literal["auto", "cupti", "events", "cpu"]
-L2 = Literal["cold-clean", "cold-dirty", "rotate", "warm"]
-Call = Callable[[int], Any]  # its argument is the round, so that `rotate` can walk slots
+TimerName = Literal["auto", "cupti", "events", "cpu", "graph"]
+L2 = Literal["cold-clean", "cold-dirty", "rotate", "warm", "chain"]
+# Its argument is the turn, how many timed calls came before, so that `rotate` can walk slots; under `chain` the layer.
+Call = Callable[[int], Any]
 Reader = Callable[[Any], Any]  # reads a whole tensor in one kernel whose name contains cupti_records.FLUSH
 
 TIE_SHARE = 0.01
 CUPTI_STEP_US = 0.032  # CUPTI's clock on an H100: 1% of 3 us
 BATCH = 1024  # calls between two synchronisations: bounds CUPTI's buffers and the events kept
 MARKER_BYTES = 16 << 10
+# Calls in a graph: their flushes, 45 us each on an H100, differ by half a microsecond, the mean of 10 by a sixth of one.
+GRAPH_CALLS = 10
+# Turns of a walk under `rotate`, at most; a graph holds that many calls, so that each of its replays walks through the whole pool.
+TURNS = 64
 
 
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How times are taken; part of every key, since the winners differ.
 
     l2, before each call: `cold-clean` reads a buffer of at least twice L2, `cold-dirty` zeroes one, `rotate` leaves it
-    to the call to walk through slots, `warm` does nothing.
+    to the call to walk through slots, `warm` does nothing. `chain` is what a call adds to a chain of layers, each with
+    what a model does around it; on CUDA the chain is a CUDA graph, so its timer is `graph`. On the CPU it is the clock
+    around the call in such a chain.
     """
 
     timer: TimerName = "auto"
@@ -46,15 +55,18 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises UnsupportedProblem for a timer that the device cannot have, ToolMissing where CUPTI is asked for and does
         not work.
         """
-        accepted = ("cpu",) if device.kind == "cpu" else ("cupti", "events")
-        if self.timer not in ("auto", *accepted):
-            raise UnsupportedProblem(
-                f"timer={self.timer!r} on {device.kind} ({device.name}): accepted are auto, {listed(accepted)}"
-            )
         if self.l2 not in get_args(L2):
             raise UnsupportedProblem(f"l2={self.l2!r}: accepted are {listed(get_args(L2))}")
-        if device.kind == "cpu" or self.timer == "events":
-            return msgspec.structs.replace(self, timer=accepted[-1]), None
+        accepted: tuple[TimerName, ...] = ("cpu",) if device.kind == "cpu" else ("cupti", "events", "graph")
+        under = ""
+        if self.l2 == "chain" and device.kind == "cuda":
+            accepted, under = ("graph",), " under l2='chain'"
+        if self.timer not in ("auto", *accepted):
+            raise UnsupportedProblem(
+                f"timer={self.timer!r} on {device.kind} ({device.name}){under}: accepted are auto, {listed(accepted)}"
+            )
+        if len(accepted) == 1 or self.timer in ("events", "graph"):
+            return msgspec.structs.replace(self, timer=accepted[0] if self.timer == "auto" else self.timer), None
         fault = cupti_records.fault()
         if fault is None:
             return msgspec.structs.replace(self, timer="cupti"), None
@@ -78,11 +90,17 @@ class Timer:
         self.note = note
         self._before = before or _nothing
 
+    @property
+    def calls_a_sample(self) -> int:
+        """The calls whose mean a sample is."""
+        return 1
+
     def measure(self, calls: Sequence[Call], rounds: int, warmup: int = 1) -> list[list[float]]:
-        """Microseconds, [call][round]. Each call is first run `warmup` times untimed, with round 0.
+        """Microseconds, [call][round]. Each call is first run `warmup` times untimed, as turn or layer 0.
 
         The order is mirrored every other round and the L2 policy is applied before each timed call. The calls run on
-        the current stream and bring their own tensors; what they raise is raised.
+        the current stream and bring their own tensors; what they raise is raised. MeasurementError for a time below 0,
+        which is a difference of two within their noise.
         """
         if rounds < 1:
             raise UnsupportedProblem(f"rounds={rounds}: accepted are integers from 1")
@@ -91,14 +109,33 @@ class Timer:
                 call(0)
         order = list(mirrored(len(calls), rounds))
         samples = [[math.nan] * rounds for _ in calls]
-        with _no_collection():
+        with _no_collection(), self._ready(calls):
             for first in range(0, len(order), BATCH):
                 batch = order[first : first + BATCH]
-                for (call_index, r), us in zip(batch, self._times(calls, batch), strict=True):
-                    samples[call_index][r] = us
+                for (i, r), us in zip(batch, self._times(calls, [i for i, _ in batch], first), strict=True):
+                    if us < 0:
+                        raise MeasurementError(
+                            f"call {i} of {len(calls)} took {us:.3f} us in round {r}, by timer {self.policy.timer} under "
+                            f"{self.policy.l2}: less than what was measured without it varies by; time it again, or a "
+                            "larger problem"
+                        )
+                    samples[i][r] = us
         return samples
 
-    def _times(self, calls: Sequence[Call], order: Sequence[tuple[int, int]]) -> list[float]:
+    def pace_us(self, call: Call, rounds: int = 20) -> float:
+        """Microseconds of the host's clock that a sample of this call takes, what the L2 policy does included."""
+        call(0)
+        with self._ready([call]):
+            start = time.perf_counter()
+            self._times([call], [0] * rounds, 0)
+            return (time.perf_counter() - start) * 1e6 / rounds
+
+    def _ready(self, calls: Sequence[Call]) -> contextlib.AbstractContextManager[None]:
+        """Around all timing of these calls."""
+        return contextlib.nullcontext()
+
+    def _times(self, calls: Sequence[Call], order: Sequence[int], first: int) -> list[float]:
+        """Microseconds of the calls that `order` names; the first of them is turn `first`."""
         raise NotImplementedError
 
 
@@ -116,14 +153,14 @@ class CuptiTimer(Timer):
         super().__init__(policy, before)
         self._source, self._synchronize, self._markers = source, synchronize, markers
 
-    def _times(self, calls: Sequence[Call], order: Sequence[tuple[int, int]]) -> list[float]:
+    def _times(self, calls: Sequence[Call], order: Sequence[int], first: int) -> list[float]:
         before = self._before
         self._synchronize()
         self._source.start()
         try:
-            for i, r in order:
+            for turn, i in enumerate(order, first):
                 before()
-                calls[i](r)
+                calls[i](turn)
             self._synchronize()
         finally:
             records = self._source.stop()
@@ -137,7 +174,7 @@ class EventTimer(Timer):
         super().__init__(policy, before, note)
         self._events: list[tuple[Any, Any]] = []
 
-    def _times(self, calls: Sequence[Call], order: Sequence[tuple[int, int]]) -> list[float]:
+    def _times(self, calls: Sequence[Call], order: Sequence[int], first: int) -> list[float]:
         import torch
 
         before = self._before
@@ -147,10 +184,10 @@ class EventTimer(Timer):
                 event.record()  # torch makes an event at its first record: not between a call and its end
         events = self._events[: len(order)]
         torch.cuda.synchronize()
-        for (i, r), (start, end) in zip(order, events, strict=True):
+        for turn, (i, (start, end)) in enumerate(zip(order, events, strict=True), first):
             before()
             start.record()
-            calls[i](r)
+            calls[i](turn)
             end.record()
         torch.cuda.synchronize()
         return [start.elapsed_time(end) * 1e3 for start, end in events]
@@ -159,16 +196,56 @@ class EventTimer(Timer):
 class CpuTimer(Timer):
     """The host's clock around the call."""
 
-    def _times(self, calls: Sequence[Call], order: Sequence[tuple[int, int]]) -> list[float]:
+    def _times(self, calls: Sequence[Call], order: Sequence[int], first: int) -> list[float]:
         before, clock = self._before, time.perf_counter_ns
         times = [0.0] * len(order)
-        for position, (i, r) in enumerate(order):
-            call = calls[i]
+        for position, i in enumerate(order):
+            call, turn = calls[i], first + position
             before()
             start = clock()
-            call(r)
+            call(turn)
             times[position] = (clock() - start) / 1e3
         return times
+
+
+class GraphTimer(Timer):
+    """A graph of some calls, each after the L2 policy's work, less a graph of that work alone, over the calls.
+
+    What a call costs those after it is in its time: under cold-clean and cold-dirty the flush that follows waits until the
+    lines that the call modified are written back.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        before: Callable[[], Any] | None,
+        recorder: graphs.Recorder,
+        calls: int = GRAPH_CALLS,
+        note: str | None = None,
+    ) -> None:
+        super().__init__(policy, before, note)
+        self._calls, self._difference = calls, graphs.Difference(recorder)
+
+    @property
+    def calls_a_sample(self) -> int:
+        return self._calls
+
+    def _body(self, call: Call | None) -> None:
+        """What a graph holds; None: without the calls."""
+        for turn in range(self._calls):
+            self._before()
+            if call is not None:
+                call(turn)
+
+    @contextlib.contextmanager
+    def _ready(self, calls: Sequence[Call]) -> Iterator[None]:
+        base, *works = (functools.partial(self._body, call) for call in (None, *calls))
+        base()  # a capture may load no kernel; the calls have run
+        with self._difference.between(base, works):
+            yield
+
+    def _times(self, calls: Sequence[Call], order: Sequence[int], first: int) -> list[float]:
+        return [us / self.calls_a_sample for us in self._difference.times_us(order)]
 
 
 def _nothing() -> None:
@@ -205,10 +282,13 @@ def make_timer(device: Device, policy: Policy, reader: Reader | None = None) -> 
 
     reader(tensor) launches one kernel whose profiler name contains "gdntune_flush" and reads the whole of a contiguous
     1-D int32 tensor (16 KiB, or whole MiB: the buffer) on the current stream, without hints that keep it out of L2.
-    Needed on CUDA for the timer cupti and for cold-clean; unused on the CPU. Raises what `Policy.resolve` raises.
+    Needed on CUDA for the timer cupti and for cold-clean; unused on the CPU. Not for `chain`: see chain.make_chain_timer.
+    Raises what `Policy.resolve` raises.
     """
     resolved, note = policy.resolve(device)
     size = flush_bytes(device, resolved.l2)
+    if resolved.l2 == "chain":
+        raise UnsupportedProblem("l2='chain' has layers around the calls: chain.make_chain_timer makes its timer")
     if device.kind == "cpu":
         return CpuTimer(resolved, _cpu_flush(resolved.l2, size), note)
     if reader is None and (resolved.timer == "cupti" or resolved.l2 == "cold-clean"):
@@ -217,14 +297,21 @@ def make_timer(device: Device, policy: Policy, reader: Reader | None = None) -> 
         )
     import torch
 
-    buffer = torch.zeros(size // 4, dtype=torch.int32, device="cuda") if size else None
+    # In a graph one flush may follow another, and would find the lines that the same buffer left in L2: it has two in turn.
+    both = resolved.timer == "graph" and resolved.l2 == "cold-clean"
+    buffers = [torch.zeros(size // 4, dtype=torch.int32, device="cuda") for _ in range(1 + both)]
     marker = torch.zeros(MARKER_BYTES // 4, dtype=torch.int32, device="cuda")
-    mark = functools.partial(reader, marker) if reader else _nothing
+    mark: Callable[[], Any] = functools.partial(reader, marker) if reader else _nothing
+    if reader is None and resolved.timer == "graph":
+        mark = functools.partial(marker.add_, 1)  # torch warns of a graph without a kernel
     before, markers = mark, 1
     if resolved.l2 == "cold-clean":
-        before = functools.partial(cast("Reader", reader), buffer)
+        turn = itertools.cycle(buffers)
+
+        def before() -> None:
+            cast("Reader", reader)(next(turn))
     elif resolved.l2 == "cold-dirty":
-        zero, markers = cast("torch.Tensor", buffer).zero_, 2
+        zero, markers = buffers[0].zero_, 2
 
         # The first marker ends the call before, so that the fill counts to none.
         def before() -> None:
@@ -235,6 +322,9 @@ def make_timer(device: Device, policy: Policy, reader: Reader | None = None) -> 
     before()  # compiles or loads the reader
     if resolved.timer == "cupti":
         return CuptiTimer(resolved, before, cupti_records.recorder(), torch.cuda.synchronize, markers)
+    if resolved.timer == "graph":
+        calls = TURNS if resolved.l2 == "rotate" else GRAPH_CALLS
+        return GraphTimer(resolved, before, graphs.GraphRecorder(), calls, note)
     return EventTimer(resolved, before, note)
 
 

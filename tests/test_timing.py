@@ -6,10 +6,11 @@ import sys
 import types
 
 import pytest
+from fakes.recorder import FakeRecorder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdntune import arch, cupti_records, timing
+from gdntune import arch, cupti_records, graphs, timing
 from gdntune.cupti_records import segments_us
 from gdntune.errors import MeasurementError, ToolMissing, UnsupportedProblem
 from gdntune.timing import Policy, summary, tie
@@ -162,8 +163,8 @@ def test_cupti_timer(monkeypatch, markers, batch):
         gpu.launch(MARK, 1)
 
     def call(i):
-        def run(r):
-            gpu.launch(f"call {i}", 10 * i + r + 1)
+        def run(turn):
+            gpu.launch(f"call {i}", 100 * i + turn + 1)
             if i == 2:
                 gpu.launch("second kernel", 1)
 
@@ -171,7 +172,8 @@ def test_cupti_timer(monkeypatch, markers, batch):
 
     timer = timing.CuptiTimer(Policy("cupti", "warm"), before, gpu, gpu.synchronize, markers)
     samples = timer.measure([call(i) for i in range(3)], rounds=4)
-    assert samples == [[10 * i + r + 1 + (1.5 if i == 2 else 0) for r in range(4)] for i in range(3)]
+    turn = {at: turn for turn, at in enumerate(timing.mirrored(3, 4))}
+    assert samples == [[100 * i + turn[i, r] + 1 + (1.5 if i == 2 else 0) for r in range(4)] for i in range(3)]
     # the device is idle when a recording starts and ends: nothing of before is in it, nothing of it is missing
     steps = [word.split()[0] for word in gpu.log]
     assert steps == ["sync", "start", "sync", "stop"] * -(-12 // batch)
@@ -240,6 +242,22 @@ def test_without_cupti(fake_cupti, cupti, probed, remedy):
         Policy("cupti").resolve(H100)
     assert remedy in str(error.value)
     assert Policy("events").resolve(H100) == (Policy("events"), None)
+    assert Policy("graph").resolve(H100) == (Policy("graph"), None)
+
+
+def test_a_chain_is_a_graph(monkeypatch):
+    """On CUDA a chain is timed by graphs alone and asks nothing of CUPTI; on the CPU by the host's clock."""
+    monkeypatch.setattr(cupti_records, "fault", lambda: pytest.fail("CUPTI was asked"))
+    for timer in ("auto", "graph"):
+        assert Policy(timer, "chain").resolve(H100) == (Policy("graph", "chain"), None)
+    assert Policy(l2="chain").resolve(CPU) == (Policy("cpu", "chain"), None)
+    with pytest.raises(UnsupportedProblem, match="timer='cupti' on cuda.*under l2='chain': accepted are auto, graph$"):
+        Policy("cupti", "chain").resolve(H100)
+    with pytest.raises(UnsupportedProblem, match="timer='graph' on cpu.*accepted are auto, cpu$"):
+        Policy("graph", "chain").resolve(CPU)
+    for device in (H100, CPU):
+        with pytest.raises(UnsupportedProblem, match="chain.make_chain_timer makes its timer"):
+            timing.make_timer(device, Policy(l2="chain"))
 
 
 def test_policy_refuses():
@@ -247,9 +265,9 @@ def test_policy_refuses():
     assert Policy().resolve(CPU) == (Policy("cpu"), None)
     with pytest.raises(UnsupportedProblem, match="timer='cupti' on cpu.*accepted are auto, cpu"):
         Policy("cupti").resolve(CPU)
-    with pytest.raises(UnsupportedProblem, match="accepted are auto, cupti, events"):
+    with pytest.raises(UnsupportedProblem, match="accepted are auto, cupti, events, graph"):
         Policy("cpu").resolve(H100)
-    with pytest.raises(UnsupportedProblem, match="cold-clean, cold-dirty, rotate, warm"):
+    with pytest.raises(UnsupportedProblem, match="cold-clean, cold-dirty, rotate, warm, chain"):
         Policy(l2="hot").resolve(CPU)
 
 
@@ -274,15 +292,162 @@ def test_flush_bytes(device, l2, mib):
 
 
 def test_cpu_timer_flushes_before_each_call():
-    """The flush comes right before each timed call, in mirrored order, after the warm-up; garbage collection is off."""
+    """The flush comes right before each timed call, in mirrored order, after the warm-up; garbage collection is off.
+
+    Fault: a call got its round, so that under rotate the second variant of a round found the slots that the first had just read.
+    """
     log = []
-    calls = [lambda r, i=i: log.append((i, r, gc.isenabled())) for i in range(2)]
+    calls = [lambda turn, i=i: log.append((i, turn, gc.isenabled())) for i in range(2)]
     samples = timing.CpuTimer(Policy("cpu"), lambda: log.append("flush")).measure(calls, rounds=2)
     assert log[:2] == [(0, 0, True), (1, 0, True)]
     assert log[2::2] == ["flush"] * 4
-    assert log[3::2] == [(0, 0, False), (1, 0, False), (1, 1, False), (0, 1, False)]
+    assert log[3::2] == [(0, 0, False), (1, 1, False), (1, 2, False), (0, 3, False)]
     assert [len(s) for s in samples] == [2, 2] and all(us >= 0 for s in samples for us in s)
     assert gc.isenabled()
+
+
+def graph_timer(recorder, n=10):
+    """A timer whose flush takes 45 us."""
+    return timing.GraphTimer(Policy("graph"), lambda: recorder.spend(45, "flush"), recorder, n)
+
+
+@pytest.mark.parametrize("batch", [1024, 7])
+def test_graph_timer(monkeypatch, batch):
+    """A sample is a call's mean in its graph: neither flush nor launch is in it, whatever the batches; each graph is made once."""
+    monkeypatch.setattr(timing, "BATCH", batch)
+    recorder = FakeRecorder()
+    calls = [lambda turn, i=i: recorder.spend(3 * i + turn, f"call {i}") for i in range(5)]
+    samples = graph_timer(recorder).measure(calls, rounds=6)
+    assert samples == [[3 * i + 4.5] * 6 for i in range(5)]
+    assert recorder.recordings == 6
+    names = [[name for _, name in replay] for replay in recorder.replayed]
+    assert [n for n in names if "call 2" in n] == [["flush", "call 2"] * 10] * 6
+    bases = [i for i, n in enumerate(names) if set(n) == {"flush"}]
+    assert set(names[bases[0]]) == {"flush"} and len(names[bases[0]]) == 10
+    # a batch begins with one that is not counted; then one amid every eight
+    assert bases == ([0, 5, 14, 23, 32] if batch == 1024 else [0, 4, 9, 13, 18, 22, 27, 31, 36, 38])
+    assert names[-1] != names[0], "the last replay holds calls: their outputs are looked at afterwards"
+
+
+def test_graph_timer_drift_is_alike_for_all():
+    """A device that slows down steadily gives equal calls nearly equal means."""
+    recorder = FakeRecorder(drift=0.5)
+    samples = graph_timer(recorder).measure([lambda turn: recorder.spend(9)] * 8, rounds=20)
+    means = [statistics.fmean(s) for s in samples]
+    assert max(means) - min(means) < 0.01 and abs(statistics.fmean(means) - 9) < 0.05
+
+
+def test_graph_timer_refuses_a_negative_time():
+    """A difference below 0 is noise, and no time: an error that says so, and the graphs are let go. Pacing needs no samples."""
+    recorder = FakeRecorder()
+    timer = graph_timer(recorder)
+    with pytest.raises(
+        MeasurementError, match=r"call 1 of 2 took -1.000 us in round 0, by timer graph under cold-clean.*time it"
+    ):
+        timer.measure([lambda turn: recorder.spend(1), lambda turn: recorder.spend(-1)], rounds=3)
+    assert timer._difference._works == timer._difference._base == [] and gc.isenabled()
+    assert timer.pace_us(lambda turn: recorder.spend(-1)) > 0
+    assert timer._difference._works == []
+
+
+class FakeCuda:
+    """What GraphRecorder uses of torch.cuda. `lost`: every synchronisation fails."""
+
+    def __init__(self, monkeypatch):
+        import torch
+
+        self.log, self.lost, self.pools, log = [], False, 0, []
+        self.log = log
+        fake = self
+
+        class Graph:
+            def capture_begin(self, pool, capture_error_mode):
+                log.append(f"begin {pool} {capture_error_mode}")
+
+            def capture_end(self):
+                log.append("end")
+
+            def replay(self):
+                log.append("replay")
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                log.append("event")
+
+            def elapsed_time(self, end):
+                return 0.25
+
+        class Stream:
+            def __enter__(self):
+                log.append("enter")
+
+            def __exit__(self, *_):
+                log.append("exit")
+
+        def synchronize():
+            log.append("sync")
+            if fake.lost:
+                raise RuntimeError("an illegal memory access was encountered")
+
+        def pool():
+            self.pools += 1
+            return self.pools
+
+        for name, value in {
+            "CUDAGraph": Graph, "Event": Event, "Stream": Stream, "stream": lambda stream: stream, "synchronize": synchronize,
+            "graph_pool_handle": pool, "_sleep": lambda cycles: log.append("spin"),
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_graph_recorder(monkeypatch):
+    """Each work is captured once on a stream of its own, in a pool of this recording; a replay is timed after a spin, between events."""
+    cuda = FakeCuda(monkeypatch)
+    recorder = graphs.GraphRecorder()
+    replays = recorder.record([lambda: cuda.log.append("work")] * 2)
+    assert cuda.log == ["sync", "enter", "begin 1 thread_local", "work", "end", "exit"] * 2
+    recorder.record([lambda: None])
+    assert recorder._failed == []
+    assert "begin 2 thread_local" in cuda.log, "torch refuses a pool whose graphs are gone"
+    for _ in range(2):
+        cuda.log.clear()
+        assert recorder.times_us(replays) == [250.0, 250.0]
+    assert cuda.log == ["sync", *["spin", "event", "replay", "event"] * 2, "sync"]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("operation not permitted when stream is capturing"), KeyboardInterrupt()]
+)
+def test_graph_recorder_ends_a_capture_that_fails(monkeypatch, error):
+    """The stream leaves capture mode and the error says which work and what to do; an interrupt stays one."""
+    cuda = FakeCuda(monkeypatch)
+
+    def work():
+        raise error
+
+    expected = MeasurementError if isinstance(error, RuntimeError) else KeyboardInterrupt
+    with pytest.raises(expected) as raised:
+        graphs.GraphRecorder().record([lambda: None, work])
+    assert cuda.log[5:10] == ["sync", "enter", "begin 1 thread_local", "end", "exit"]
+    if error.args:
+        said = "work 1 of 2 cannot be captured in a CUDA graph (RuntimeError: operation not permitted"
+        assert str(raised.value).startswith(said) and "the timer cupti or events" in str(raised.value)
+
+
+def test_graph_recorder_on_a_lost_device(monkeypatch):
+    """An illegal access is no fault of the capture: it is raised as it is, so that the sweep takes a fresh process."""
+    cuda = FakeCuda(monkeypatch)
+
+    def work():
+        cuda.lost = True
+        raise RuntimeError("capture failed")
+
+    with pytest.raises(RuntimeError, match="illegal memory access") as raised:
+        graphs.GraphRecorder().record([work])
+    assert not isinstance(raised.value, MeasurementError)
 
 
 @pytest.mark.parametrize(("l2", "after"), [("cold-clean", 1.0), ("cold-dirty", 0.0)])
