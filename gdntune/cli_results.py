@@ -1,12 +1,15 @@
 """Commands on what a sweep left: reports, tables, and journals judged anew. No device is needed."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from gdntune.cli_common import FINDINGS, AsJson, Index, print_json, refusing, terminal
 from gdntune.errors import UnsupportedProblem
+
+if TYPE_CHECKING:
+    from gdntune.report import Report
 
 tables = typer.Typer(help="Look at dispatch tables.", no_args_is_help=True)
 results = typer.Typer()
@@ -19,12 +22,25 @@ def report_(
         list[Path], typer.Argument(metavar="RUN...", help="Folders that `gdntune sweep` wrote, or journals.")
     ],
     form: Annotated[
-        Literal["md", "csv", "html", "terminal"] | None,
-        typer.Option("--format", help="By default what --out's name ends in, else terminal."),
+        Literal["md", "csv", "html", "terminal", "kernel-tuner", "flashinfer-bench"] | None,
+        typer.Option(
+            "--format",
+            help="By default what --out's name ends in, else terminal. The last two are folders: Kernel Tuner's T4 files, "
+            "flashinfer-bench's traces.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write to this file instead of the terminal; html goes beside the first RUN."),
+        typer.Option(
+            help="Write to this file, or folder, instead of the terminal; html and folders go beside the first RUN."
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Also speed-ups over this: a peer or PEER.ENTRY, a variant's id, default, or another RUN's name.",
+        ),
     ] = None,
     against: Annotated[
         list[str] | None,
@@ -45,7 +61,14 @@ def report_(
         raise UnsupportedProblem(
             "--against with csv: accepted are md, html and the terminal; a CSV holds our measurements"
         )
-    made = report(runs, [published(name) for name in dict.fromkeys(against or ())])
+    if form in ("kernel-tuner", "flashinfer-bench") and (against or baseline):
+        raise UnsupportedProblem(
+            f"--against or --baseline with {form}: it holds measurements as they are; leave them out"
+        )
+    made = report(runs, [published(name) for name in dict.fromkeys(against or ())], baseline)
+    if form == "kernel-tuner" or form == "flashinfer-bench":
+        _export(made, form, out or _beside(runs[0], f"-{form}"))
+        return
     if form == "terminal":
         if out is None:
             made.terminal(terminal(), details=True)
@@ -55,11 +78,7 @@ def report_(
         )
     if form == "html" and out is None:
         # A page is of no use in a terminal.
-        out = (
-            runs[0] / "report.html"
-            if runs[0].is_dir()
-            else runs[0].parent / f"{runs[0].name.partition('.jsonl')[0]}.html"
-        )
+        out = runs[0] / "report.html" if runs[0].is_dir() else _beside(runs[0], ".html")
         typer.echo(f"{out}")
     text = made.markdown() if form == "md" else made.csv() if form == "csv" else made.html()
     if out is None:
@@ -69,6 +88,30 @@ def report_(
             atomic_write(out, text.encode())
         except OSError as e:
             raise UnsupportedProblem(f"--out {out}: cannot be written: {e.strerror or e}") from None
+
+
+def _beside(run: Path, suffix: str) -> Path:
+    """In a run's folder, or beside a journal by its name."""
+    if run.is_dir():
+        return run / suffix.removeprefix("-")
+    return run.parent / f"{run.name.partition('.jsonl')[0]}{suffix}"
+
+
+def _export(made: "Report", form: str, folder: Path) -> None:
+    """Writes a run's files for another tool, and says where, how many, and what was left out."""
+    from gdntune import exports
+    from gdntune.store import atomic_write
+
+    found = (exports.kernel_tuner if form == "kernel-tuner" else exports.flashinfer_bench)(made.sources)
+    try:
+        for name, data in found.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(folder / name, data)
+    except OSError as e:
+        raise UnsupportedProblem(f"--out {folder}: cannot be written: {e.strerror or e}") from None
+    typer.echo(f"{folder}: {len(found.files)} files")
+    for note in found.notes:
+        typer.echo(note, err=True)
 
 
 @tables.command("show")

@@ -14,6 +14,7 @@ import msgspec
 import pandas as pd
 
 from gdntune import derive, journal, kernels, sol, table
+from gdntune.baseline import Baseline, add_baseline
 from gdntune.errors import GdntuneError, JournalError, MeasurementError
 from gdntune.journal import Cell, Check, Record, Run, Trial
 from gdntune.problem import Contract, Problem
@@ -93,13 +94,18 @@ class Source(NamedTuple):
 class Report:
     """What was found. frame: one row a cell and implementation, with COLUMNS. sources: the sweeps it came from.
 
-    publications: what stands beside ours.
+    publications: what stands beside ours. baseline: what times are compared with too, by its name; see `baseline.add_baseline`.
     """
 
-    def __init__(self, sources: Sequence[Source], publications: Sequence[Published] = ()) -> None:
+    def __init__(
+        self, sources: Sequence[Source], publications: Sequence[Published] = (), baseline: str | None = None
+    ) -> None:
         self.sources = tuple(sources)
         self.publications = tuple(publications)
         self.frame = frame(self.sources)
+        self.baseline: Baseline | None = None
+        if baseline is not None:
+            self.frame, self.baseline = add_baseline(self.frame, [s.name for s in self.sources], baseline)
 
     @property
     def document(self) -> Document:
@@ -107,8 +113,8 @@ class Report:
         return self._document(Letters())
 
     def _document(self, letters: Letters) -> Document:
-        more = [s for p in self.publications for s in against.sections(self.sources, self.frame, p)]
-        return document(self.sources, self.frame, letters, more)
+        more = [s for p in self.publications for s in against.sections(self.sources, self.frame, p, self.baseline)]
+        return document(self.sources, self.frame, letters, more, self.baseline)
 
     def peers(self) -> list[dict[str, Any]]:
         """How our choices compare with each peer, as plain values: one a sweep and peer that was asked for."""
@@ -138,7 +144,7 @@ class Report:
                 its = [(p, t) for p, t in trials if p.contract.replace(tokens=1) == base]
                 default = functools.lru_cache(maxsize=None)(functools.partial(_default, source))
                 part, title = of_contract(mine, base), f"{source.name}: {base.key()}"
-                panels[source.name, base.key()] = panel(title, part, its, source.table, letters, default)
+                panels[source.name, base.key()] = panel(title, part, its, source.table, letters, default, self.baseline)
             for p in self.publications:
                 panels[against.subject(source, p)] = against.panel(source, self.frame, p)
             checks = Counter[str](r.status for r in source.records if isinstance(r, Check))
@@ -153,17 +159,19 @@ class Report:
         print_document(self.document, console, details=details)
 
 
-def report(folders: Sequence[str | os.PathLike[str]], publications: Sequence[Published] = ()) -> Report:
-    """The report of sweeps' folders (or journals), in the order given, beside publications' figures.
+def report(
+    folders: Sequence[str | os.PathLike[str]], publications: Sequence[Published] = (), baseline: str | None = None
+) -> Report:
+    """The report of sweeps' folders (or journals), in the order given, beside publications' figures, over a baseline.
 
-    Raises JournalError for one that cannot be read.
+    Raises JournalError for one that cannot be read, UnknownName for a baseline that is not in them.
     """
     if not folders:
         raise JournalError("no sweep was named: accepted are one or more folders that `gdntune sweep` wrote")
     read = [(Path(folder), *journal.read(folder)) for folder in folders]
     names = _names([run for _, run, _ in read])
     sources = [_source(name, *one) for name, one in zip(names, read, strict=True)]
-    return Report(sources, publications)
+    return Report(sources, publications, baseline)
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
@@ -198,7 +206,7 @@ def _source(name: str, path: Path, run: Run, records: list[Record]) -> Source:
 
 def frame(sources: Sequence[Source]) -> "pd.DataFrame":
     """One row a cell and implementation; a failed one has its reason and no times."""
-    rows = [row for source in sources for row in _rows(source)]
+    rows = [row for source in sources for _, row in tried(source)]
     columns: dict[str, Any] = {}
     for name, kind in COLUMNS.items():
         values = [row[name] for row in rows]
@@ -211,12 +219,13 @@ def frame(sources: Sequence[Source]) -> "pd.DataFrame":
     return pd.DataFrame(columns)
 
 
-def _rows(source: Source) -> Iterator[dict[str, Any]]:
+def tried(source: Source) -> Iterator[tuple[Trial, dict[str, Any]]]:
+    """Each trial that counts with its row, by COLUMNS; what a row lacks is None."""
     verified = _verified(source.records)
     for problem, trials in _counted(source.records):
         rows = [_row(source, t, verified) for t in trials]
         _relate(source, problem, rows)
-        yield from rows
+        yield from zip(trials, rows, strict=True)
 
 
 def _counted(records: Sequence[Record]) -> list[tuple[Problem, list[Trial]]]:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -173,14 +174,14 @@ def write_table(path, problem: Problem, variant: Variant, folder, store):
 
 def test_unknown_peers_are_refused(tmp_path, store):
     """A name that is in no registry is refused before anything runs, and nothing is written."""
-    with pytest.raises(UnknownName, match="there are flashinfer, fla, sglang"):
+    with pytest.raises(UnknownName, match="there are flashinfer, fla, sglang, vllm"):
         run(tmp_path / "x", store, "flashinfre")
     with pytest.raises(UnknownName, match="has no PEER"):
         run(tmp_path / "x", store, "gdntune.errors")
     assert not (tmp_path / "x").exists()
 
 
-def test_command_line_without_peers(tmp_path):
+def test_command_line_without_peers(tmp_path, monkeypatch):
     """On a machine without the peers each is a row `not installed` with a remedy, and the exit code is 0: ours were timed."""
     path = tmp_path / "tiny.yaml"
     path.write_text(ONE)
@@ -194,5 +195,12 @@ def test_command_line_without_peers(tmp_path):
         [reason] = peer["without_times"]
         assert "not installed: pip install" in reason and peer["cells"] == 0
     assert "not installed" in (out / "report.md").read_text()
+    assert "report.html" in said["files"] and (out / "report.html").read_text().startswith("<!doctype html>")
     again = CliRunner().invoke(app, ["bench", str(path), "--rounds", "3", "--out", str(out)])
     assert again.exit_code == 0 and "Peers without a time" in again.stdout
+    # Where there is no matplotlib, that is a note, and no page of an earlier run is left to be taken for this one's.
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    bare = CliRunner().invoke(app, ["bench", str(path), "--rounds", "3", "--out", str(out), "--json"])
+    said = json.loads(bare.stdout)
+    assert bare.exit_code == 0 and "report.html" not in said["files"] and not (out / "report.html").exists()
+    assert any("no report.html: " in note and "pip install 'gdntune[report]'" in note for note in said["notes"])

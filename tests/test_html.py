@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gdntune import errors
 from gdntune.journal import Check, Trial
 from gdntune.kernels.spec import Variant
-from gdntune.problem import Problem
+from gdntune.problem import Contract, Problem
 from gdntune.published import published
 from gdntune.render import figures
 from gdntune.render.document import Bullets, Document, Grid, Section, Text
@@ -156,8 +156,8 @@ def test_pictures_of_each_contract(pages):
         "Which variant is called",
     ):
         assert len(re.findall(rf"<figcaption>{re.escape(caption)}", text)) == 2
-    # 160 cells a contract, each in two maps
-    assert len(re.findall(r'data-key="\d+:\d+:\d+"', text)) == 2 * 160 * 2
+    # 256 cells a contract, each in two maps
+    assert len(re.findall(r'data-key="\d+:\d+:\d+"', text)) == 2 * 256 * 2
     assert "Speed-up over other (blue" in (pages / "cpu.html").read_text(encoding="utf-8")
 
 
@@ -256,6 +256,24 @@ def test_a_users_style_changes_nothing(cpu):
     with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path"}):
         assert figures.share_map("x", ["T=1"], ["8"], [figures.Tile(0, 0, "1:1:8", 0.5, "50", "a")]) == before
         assert matplotlib.rcParams["font.size"] == 30
+
+
+def test_many_contracts_are_reached_from_a_table(tmp_path):
+    """Where contracts are many, their numbers and names in the table lead to their sections, and the line of links is without them."""
+    header = synthetic.run()
+    contracts = [Contract(state_dtype=s, mode=m) for s in ("bf16", "fp16", "fp32") for m in ("update", "frozen")]
+    checks = [Check(contract=c, variant=v.id, status="ok") for c in contracts for v in synthetic.VARIANTS]
+    cells = [r for c in contracts for r in synthetic.cell(Problem(c, 8, 16, 64), header)]
+    page = report([synthetic.write(tmp_path, header, [*checks, *cells], with_table=False)]).html()
+    assert Outline(page).open == []
+    titles = dict(re.findall(r'<section id="(s\d+)"><h2>(\d+)\. ', page))
+    rows = re.findall(r"<td><a href=#(s\d+)>(\d+)</a></td><td><a href=#(s\d+)>gdn (\w+) (\w+)</a>", page)
+    assert len(rows) == len(titles) == 6
+    for anchor, number, again, state, mode in rows:
+        assert titles[anchor] == number and again == anchor
+        assert f'<section id="{anchor}"><h2>{number}. gdn_decode, {state} state, bf16 input, mode {mode}' in page
+    nav = re.search(r"<nav>(.*?)</nav>", page)[1]
+    assert "Contracts" in nav and "gdn_decode" not in nav
 
 
 # -- in a browser

@@ -2,12 +2,13 @@
 
 import dataclasses
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from fakes import library
 
-from gdntune import peers
+from gdntune import config, peers
 from gdntune.cases import make_case
 from gdntune.errors import ToolMissing, UnknownName, UnsupportedProblem
 from gdntune.peers import compare, spec
@@ -18,6 +19,7 @@ MTP = FP32.replace(tokens=4)
 KDA = Contract(op="kda_decode", gate="softplus")
 SLOTS = {"mode": "frozen", "intermediate": "slots"}
 TRITON = ("fused_sigmoid_gating_delta_rule_update",)
+PACKED, GIVEN = "fused_recurrent_gated_delta_rule_packed_decode", ("fused_recurrent_gated_delta_rule",)
 GDN, KDA_IN_PLACE = ("fused_recurrent_gated_delta_rule",), ("fused_recurrent_kda",)
 PRETRANSPOSE, WY = "gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp_wy_output_only"
 
@@ -58,6 +60,37 @@ def test_what_each_serves(contract, flashinfer, fla, sglang):
         assert found or "accepted" in reason or "writes" in reason
 
 
+@pytest.mark.parametrize(
+    ("contract", "entries"),
+    [
+        (BF16, (PACKED, *TRITON)),
+        (FP32.replace(state_dtype="fp16", pool=False), (PACKED, *TRITON)),
+        (BF16.replace(ragged=True), TRITON),
+        (BF16.replace(layout="v_last"), ()),
+        (BF16.replace(mode="frozen"), ()),
+        (MTP, ()),
+        (MTP.replace(mode="frozen", intermediate="dense"), ()),
+        (MTP.replace(**SLOTS), TRITON),
+        (MTP.replace(ragged=True, accepted=True, **SLOTS), TRITON),
+        (MTP.replace(intermediate="slots"), ()),
+        (FP32.replace(gate="log", beta="given"), GIVEN),
+        (MTP.replace(gate="log", beta="given", **SLOTS), GIVEN),
+        (KDA, TRITON),
+        (KDA.replace(tokens=4, **SLOTS), ()),
+        (KDA.replace(gate="log", beta="given"), KDA_IN_PLACE),
+        (KDA.replace(gate="log", beta="given", tokens=4, accepted=True, **SLOTS), KDA_IN_PLACE),
+        (KDA.replace(gate="log", beta="given", V=64), ()),
+        (KDA.replace(gate="lower_bound"), ()),
+    ],
+    ids=lambda x: x.key() if isinstance(x, Contract) else None,
+)
+def test_what_vllm_serves(contract, entries):
+    """T=1 with the final state, and each token's state in a slot of its own; KDA from raw gates at T=1 alone, where it is right."""
+    found, reason = peers.get("vllm").serving(Problem(contract, 2, 4, 4))
+    assert tuple(e.name for e in found) == entries
+    assert found or "accepted" in reason
+
+
 def test_sizes_beyond_32_bit_offsets_are_refused():
     """B=512, T=8, HV=64 with intermediate states: an illegal access in FlashInfer and SGLang, so a row with the reason instead."""
     contract = BF16.replace(tokens=8, intermediate="dense", mode="frozen")
@@ -75,7 +108,7 @@ def test_parameters_by_query_head():
 
 def test_the_registry():
     """A wrong name lists the right ones; a module with a PEER of one's own is taken."""
-    with pytest.raises(UnknownName, match="flashinfer, fla, sglang"):
+    with pytest.raises(UnknownName, match="flashinfer, fla, sglang, vllm"):
         peers.get("flash")
     with pytest.raises(UnknownName, match="cannot be imported"):
         peers.get("no.such.module")
@@ -89,7 +122,7 @@ def test_what_is_not_installed(monkeypatch):
     """An absent package is said with what to do, without importing anything; a broken one when it is imported."""
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     said = peers.get("flashinfer").absent()
-    assert said.startswith("not installed: pip install flashinfer-python") and "flashinfer" in said
+    assert said.startswith("not installed: pip install 'gdntune[peers]'") and "flashinfer" in said
     assert library.PEER.absent() is None
     assert library.PEER.version() == torch.__version__
     with pytest.raises(ToolMissing, match="ModuleNotFoundError"):
@@ -219,6 +252,89 @@ def test_accepted_counts_start_at_one(called):
         assert int(counts.min()) == 1 and int(counts.max()) <= 3
         assert recorder.arguments["ssm_state_indices"] is case.slot_index
         assert bound.state is None
+
+
+@pytest.mark.parametrize("pool", [True, False], ids=["pool", "states"])
+def test_vllm_never_gets_slot_0(called, pool):
+    """Fault: slot 0 is vLLM's padding, and a request that owns it would be skipped: every request has a later slot, with its state."""
+    case = make_case(Problem(FP32.replace(pool=pool), 3, 2, 4))
+    states = case.state if case.read_index is None else case.state[case.read_index.long()]
+    for entry in (PACKED, *TRITON):
+        recorder, bound = called("vllm", entry, case)
+        given, slots = recorder.arguments["initial_state"], recorder.arguments["ssm_state_indices"]
+        assert slots.dtype == torch.int32 and slots.tolist() == [1, 2, 3]
+        assert torch.equal(given[slots.long()], states) and given.is_contiguous()
+        assert torch.equal(bound.state(None)[bound.rows.long()], states)
+        assert not recorder.same(case.state)
+    assert recorder.arguments["cu_seqlens"].tolist() == [0, 1, 2, 3]
+
+
+def test_vllm_packs_q_k_v(called):
+    """One row a request: q, then k, then v; a and b have two dimensions; the output is the case's."""
+    case = make_case(Problem(BF16, 3, 2, 4))
+    recorder, _ = called("vllm", PACKED, case)
+    rows = recorder.arguments["mixed_qkv"]
+    assert rows.shape == (3, (2 + 2 + 4) * 128)
+    assert torch.equal(rows[:, 256:512], case.k.reshape(3, 256)) and torch.equal(rows[:, 512:], case.v.reshape(3, 512))
+    assert recorder.arguments["a"].shape == recorder.arguments["b"].shape == (3, 4)
+    assert recorder.same(case.output) == {"out"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "contract"),
+    [
+        (*TRITON, MTP.replace(accepted=True, ragged=True, **SLOTS)),
+        (*GIVEN, MTP.replace(gate="log", beta="given", accepted=True, **SLOTS)),
+        (*KDA_IN_PLACE, KDA.replace(tokens=4, gate="log", beta="given", accepted=True, **SLOTS)),
+    ],
+    ids=lambda x: x.key() if isinstance(x, Contract) else x,
+)
+def test_vllm_verifies_by_slots(called, entry, contract):
+    """Each token's slot moves up by one with the pool; the states that are compared are those in the pool that was handed over."""
+    case = make_case(Problem(contract, 5, 2, 2))
+    case.accepted[0] = 0
+    recorder, bound = called("vllm", entry, case)
+    index, pool = recorder.arguments["ssm_state_indices"], recorder.arguments["initial_state"]
+    assert torch.equal(index, case.slot_index + 1) and int(index.min()) > 0
+    assert torch.equal(pool[index.long()], case.state[case.slot_index.long()])
+    assert int(recorder.arguments["num_accepted_tokens"].min()) == 1
+    assert bound.state is None and bound.intermediate(None).shape[:2] == (5, case.slot_index.shape[1])
+    expected = compare.Expected(case)
+    found = compare_with_reference(case)
+    right = dataclasses.replace(bound, output=lambda _: found.output)
+    assert not expected.judge(case, right, None).ok
+    pool[1:] = case.state
+    assert expected.judge(case, right, None).ok
+
+
+def test_vllm_is_found_in_either_place(monkeypatch):
+    """Its copy of flash-linear-attention moved from one version to the next; where it is in neither place, both are named."""
+    old = type(sys)("vllm.model_executor.layers.fla.ops.kda")
+    old.fused_recurrent_kda_fwd = Recorder()
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.layers.fla"):
+        monkeypatch.setitem(sys.modules, name, type(sys)(name))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.fla.ops", type(sys)("ops"))
+    monkeypatch.setitem(sys.modules, old.__name__, old)
+    case = make_case(Problem(KDA.replace(gate="log", beta="given"), 3, 2, 2))
+    peers.get("vllm").entry(*KDA_IN_PLACE).bind(case).call()
+    assert set(old.fused_recurrent_kda_fwd.arguments) >= {"q", "k", "v", "g", "beta", "scale", "initial_state"}
+    monkeypatch.delitem(sys.modules, old.__name__)
+    with pytest.raises(ToolMissing, match=r"third_party.*model_executor"):
+        peers.get("vllm").entry(*KDA_IN_PLACE).bind(case)
+
+
+def test_the_bench_config_has_a_peer_for_each_part():
+    """configs/bench-peers.yaml: each part is served by FlashInfer or flash-linear-attention at most of its cells; crashes known are rows."""
+    whole = config.load(Path(__file__).parent.parent / "configs" / "bench-peers.yaml")
+    entries = set()
+    for part in whole.parts:
+        problems = whole.only([part.name]).problems()
+        served = [peers.get(name).serving(p)[0] for p in problems for name in ("flashinfer", "fla")]
+        entries |= {e.name for found in served for e in found}
+        assert sum(map(bool, served)) * 2 >= len(problems), part.name
+    assert entries == {e.name for name in ("flashinfer", "fla") for e in peers.get(name).entries}
+    lost = Problem(BF16.replace(tokens=8, mode="frozen", intermediate="dense"), 512, 16, 64)
+    assert lost in whole.problems() and "32-bit" in peers.get("flashinfer").serving(lost)[1]
 
 
 def test_split_slots_are_refused(called):

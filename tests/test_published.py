@@ -3,15 +3,19 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 import synthetic
 
+from gdntune import config
 from gdntune.errors import UnknownName
-from gdntune.journal import Check
+from gdntune.journal import Check, Trial
+from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.published import NAMES, published
 from gdntune.report import report
 
+ROOT = Path(__file__).parent.parent
 PR = "published:flashinfer-pr-3127"
 
 
@@ -90,6 +94,85 @@ def test_lines_are_narrow(tmp_path):
     text = run_of(tmp_path, [Contract(tokens=t) for t in range(1, 9)]).markdown()
     lines = [line for line in text.splitlines() if line.startswith(("|", "**"))]
     assert max(map(len, lines)) <= 100
+
+
+PRINTED = [Contract(), *(Contract(tokens=t, mode="frozen", intermediate="dense") for t in range(2, 9))]
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+def tables(text):
+    """The tables after the words that introduce ours in their form: by caption, cells by (B, T)."""
+    part = text.partition("Ours in the form of their tables")[2].partition("\n## ")[0]
+    found = {}
+    for caption, body in re.findall(r"^\*\*(.*?)\*\*\n\n((?:\|.*\n)+)", part, re.M):
+        header, _, *rows = ([c.strip() for c in line.split("|")[1:-1]] for line in body.splitlines())
+        assert header == ["B", *(f"T={t}" for t in range(1, 9))]
+        found[caption] = {(int(row[0]), t): cell for row in rows for t, cell in enumerate(row[1:], 1)}
+    return found
+
+
+def test_the_printed_tables_cell_for_cell(tmp_path):
+    """Time, share and speed-up of every printed cell, B=1..512 by T=1..8, each the frame's own number, and no ERROR."""
+    made = run_of(tmp_path, PRINTED, BATCHES)
+    found = tables(made.markdown())
+    assert list(found) == ["Time, us", "DRAM SOL %, of 3352 GB/s"]
+    chosen = made.frame[made.frame["chosen"]].set_index(["B", "tokens"])
+    for cells in found.values():
+        assert set(cells) == {(B, t) for B in BATCHES for t in range(1, 9)}
+        assert "ERROR" not in cells.values() and "-" not in cells.values()
+    for key, cell in found["Time, us"].items():
+        assert float(cell) == pytest.approx(chosen.loc[key]["median_us"], rel=2e-3)
+        assert float(found["DRAM SOL %, of 3352 GB/s"][key].split()[0]) == pytest.approx(
+            100 * chosen.loc[key]["sol"], abs=0.06
+        )
+
+
+def test_the_printed_tables_with_speed_ups(tmp_path):
+    """Over FlashInfer where it was timed in the same run, over the default rule where that is known, over a baseline."""
+    header = synthetic.run()
+    theirs = Variant("peer:flashinfer", "peer:flashinfer.gated_delta_rule_decode_pretranspose", {"version": "0.7.2"})
+    records = [Check(contract=c, variant=v.id, status="ok") for c in PRINTED for v in synthetic.VARIANTS]
+    for contract in PRINTED:
+        *trials, closing = synthetic.cell(Problem(contract, 8, 16, 64), header)
+        floor = next(t for t in trials if t.role == "floor")
+        us = [3 * x for x in floor.samples_us]
+        peer = Trial(problem=closing.problem, variant=theirs, role="peer", stage="final", status="ok", samples_us=us)
+        closing = msgspec.structs.replace(closing, default_variant=synthetic.VARIANTS[1].id)
+        records += [*trials, *([peer] if contract.tokens < 8 else []), closing]
+    folder = synthetic.write(tmp_path, header, records)
+    made = report([folder], [published(PR)], synthetic.VARIANTS[1].id)
+    found = tables(made.markdown())
+    names = [
+        "Speed-up over FlashInfer in this run",
+        f"Speed-up over {synthetic.VARIANTS[1].id}",
+        "Speed-up over the default rule",
+    ]
+    assert list(found)[2:] == names
+    over = found[names[0]]
+    assert float(over[8, 1]) > 2 and over[8, 8] == "-" and over[1, 1] == "-"
+    assert all(cells[8, 4] == "1.05" for cells in (found[names[1]], found[names[2]]))
+
+
+def test_a_cell_without_a_time_is_an_error(tmp_path):
+    """ERROR stands only where a cell was asked for and no checked variant has a time; what was not asked for is a dash."""
+    header = synthetic.run()
+    checks = [Check(contract=Contract(), variant=v.id, status="ok") for v in synthetic.VARIANTS]
+    lost = Problem(PRINTED[7], 512, 16, 64)
+    crash = Trial(
+        problem=lost, variant=synthetic.VARIANTS[0], stage="screen", status="crashed", reason="illegal access"
+    )
+    cells = [*synthetic.cell(Problem(Contract(), 1, 16, 64), header), crash]
+    made = report([synthetic.write(tmp_path, header, [*checks, *cells])], [published(PR)])
+    times = tables(made.markdown())["Time, us"]
+    assert [key for key, cell in times.items() if cell == "ERROR"] == [(512, 8)]
+    assert sum(cell == "-" for cell in times.values()) == 78
+
+
+def test_the_config_of_the_printed_tables():
+    """configs/flashinfer-pr-3127.yaml asks for the printed cells, no more and no less, under their L2 policy."""
+    made, printed = config.load(ROOT / "configs" / "flashinfer-pr-3127.yaml"), published(PR)
+    assert set(made.problems()) == {c.problem for c in printed.cells}
+    assert made.policy.l2 == printed.l2
 
 
 def test_the_csv_is_ours_alone(tmp_path):

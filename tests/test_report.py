@@ -13,11 +13,11 @@ from gdntune import kernels
 from gdntune.arch import target
 from gdntune.errors import JournalError, TableError
 from gdntune.journal import Build, Cell, Check, Trial
-from gdntune.problem import Problem
+from gdntune.problem import Contract, Problem
 from gdntune.render.document import Grid
 from gdntune.render.markdown import markdown
 from gdntune.render.terminal import shade
-from gdntune.render.words import geometric_mean, number
+from gdntune.render.words import geometric_mean, number, ranges
 from gdntune.report import COLUMNS, report
 
 FAILED = (
@@ -351,3 +351,74 @@ def test_the_default_rule_is_the_journals(tmp_path, made):
     assert set(frame.loc[frame["default_mean_us"].notna(), "variant"]) >= {other}
     default = frame[frame["variant"] == other]
     assert (default["speedup_over_default"].dropna() == 1.0).all() and default["speedup_over_default"].notna().any()
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """A run of five contracts, one of them with unusual sizes and one with unusual gates."""
+    header = synthetic.run()
+    plain = Contract()
+    contracts = [
+        Contract(K=96, V=192),
+        *(plain.replace(tokens=t) for t in (1, 2, 3, 8)),
+        plain.replace(state_dtype="fp32"),
+        plain.replace(mode="frozen", intermediate="indexed", ragged=True, dt_bias_dtype="bf16", tokens=4),
+        plain.replace(layout="v_last", gate="log", gate_dtype="fp32", beta="given", pool=False),
+    ]
+    checks = [Check(contract=c, variant=v.id, status="ok") for c in contracts for v in synthetic.VARIANTS]
+    cells = [r for c in contracts for B in (1, 8) for r in synthetic.cell(Problem(c, B, 16, 64), header)]
+    return report([synthetic.write(tmp_path_factory.mktemp("many"), header, [*checks, *cells], with_table=False)])
+
+
+def test_many_contracts_have_a_table_of_contents(many, made):
+    """From four sections on contracts are numbered, usual ones first, and a table says of each what it is and how near to the floor."""
+    text = many.markdown()
+    rows = [[c.strip() for c in row.split("|")[1:-1]] for row in re.findall(r"^\| \d+ +\| gdn .*", text, re.M)]
+    assert [row[:5] for row in rows] == [
+        ["1", "gdn bf16 update", "", "1-3,8", "8"],
+        ["2", "gdn fp32 update", "", "1", "2"],
+        ["3", "gdn bf16 frozen indexed", "dt_bias bf16, ragged", "4", "2"],
+        ["4", "gdn bf16 update", rows[3][2], "1", "2"],
+        ["5", "gdn bf16 update", "K=96, V=192", "1", "2"],
+    ]
+    assert "V-last, log gate, fp32 gate, beta given, no pool".startswith(rows[3][2].removesuffix("..."))
+    assert re.findall(r"^## (\d)\. ", text, re.M) == ["1", "2", "3", "4", "5"]
+    worst = many.frame[many.frame["chosen"] & (many.frame["K"] == 96)]["over_floor"].max()
+    assert float(rows[4][6]) == pytest.approx(worst, abs=0.006)
+    assert max(len(line) for line in text.splitlines() if line.startswith("|")) <= 100
+    assert "## Contracts" not in made.markdown() and "## 1." not in made.markdown()
+
+
+def test_after_a_sweep_of_many_contracts_the_terminal_stays_short(many):
+    """Their tables are left to `gdntune report`; the table of contents is shown."""
+    short, long = terminal(many), terminal(many, details=True)
+    assert "gdn bf16 frozen indexed" in short and "Time, us" not in short
+    assert "Time, us" in long
+    assert max(map(len, long.splitlines())) <= 100
+
+
+def test_an_unfinished_contract_has_a_row(many, tmp_path):
+    """A contract none of whose cells is timed stands in the table of contents, without numbers."""
+    header = synthetic.run()
+    checks = [
+        Check(contract=Contract(state_dtype=s, mode=m), variant="a", status="failed", reason="wrong")
+        for s in ("bf16", "fp32")
+        for m in ("update", "frozen")
+    ]
+    text = report([synthetic.write(tmp_path, header, checks, with_table=False)]).markdown()
+    assert re.search(r"^\| 1 +\| gdn bf16 update +\| +\| +\| +0 \| +- \| +- \| +- \|$", text, re.M)
+
+
+def test_ranges():
+    """Runs of three and more by their ends."""
+    assert [ranges(x) for x in ([], [5], [2, 1], [1, 2, 3, 8], [2, 4, 8])] == ["", "5", "1,2", "1-3,8", "2,4,8"]
+
+
+def test_csv_dtypes(made):
+    """Each column is read back as what the module says it is, empty ones too, and no text is empty."""
+    back = pd.read_csv(io.StringIO(made.csv()))
+    kinds = {"int": "int64", "float": "float64", "bool": "bool"}
+    for name, kind in COLUMNS.items():
+        assert str(back[name].dtype) == kinds.get(kind, str(made.frame[name].dtype)), name
+        assert kind == "float" or back[name].notna().all(), name
+    assert "Unnamed: 0" not in back.columns

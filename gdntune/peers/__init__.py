@@ -11,6 +11,7 @@ PEERS: dict[str, str] = {
     "flashinfer": "gdntune.peers.flashinfer",
     "fla": "gdntune.peers.fla",
     "sglang": "gdntune.peers.sglang",
+    "vllm": "gdntune.peers.vllm",
 }
 
 

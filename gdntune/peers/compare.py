@@ -52,6 +52,8 @@ class Expected:
             got = self._k_last(bound.state(returned)[places])
             parts.append(("state", _error(got, self.states[:, -1]), TOLERANCES[c.state_dtype]))
         between = self._intermediate(case)
+        if between is not None and bound.intermediate is not None:
+            between = bound.intermediate(returned)[self.index, : c.tokens]
         if between is not None:
             parts.append(("intermediate", _error(self._k_last(between), self.states), TOLERANCES[c.state_dtype]))
         verdicts = []

@@ -101,7 +101,7 @@ PEER = Peer(
     name="fla",
     packages=("fla", "triton"),
     distributions=("fla-core", "flash-linear-attention"),
-    remedy="pip install flash-linear-attention",
+    remedy="pip install 'gdntune[peers]'",
     entries=(
         Entry(
             name="fused_recurrent_gated_delta_rule",

@@ -250,7 +250,7 @@ PEER = Peer(
     name="flashinfer",
     packages=("flashinfer", "cutlass"),
     distributions=("flashinfer-python",),
-    remedy="pip install flashinfer-python",
+    remedy="pip install 'gdntune[peers]'",
     entries=(
         Entry("gated_delta_rule_decode_pretranspose", _refuse_pretranspose, _bind_pretranspose, "on the pool by slots"),
         Entry("gated_delta_rule_mtp", _refuse_mtp, _bind_mtp, "on the pool by slots, disable_state_update given"),

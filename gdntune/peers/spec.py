@@ -25,13 +25,15 @@ class Bound:
 
     call: returns what the library returns. output: of that, the B*T output rows [HV, V] in the case's order. state: of that, the
     tensor with the final states, in the contract's layout; None where none is written. rows [B]: which of its rows are the requests',
-    None: row n is request n's. Intermediate states lie where the case has them.
+    None: row n is request n's. intermediate: of what is returned, the states after each token [B, T or more, ...]; None: they lie
+    where the case has them.
     """
 
     call: Callable[[], Any]
     output: Callable[[Any], Tensor]
     state: Callable[[Any], Tensor] | None = None
     rows: Tensor | None = None
+    intermediate: Callable[[Any], Tensor] | None = None
 
 
 def _nothing(problem: Problem) -> int:

@@ -1,12 +1,14 @@
 """What a report says of published figures: their shares of their DRAM's peak beside ours of ours."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gdntune.baseline import Baseline
 from gdntune.problem import Contract, Problem
 from gdntune.published import Published, PublishedCell
-from gdntune.render import words
+from gdntune.render import peers, words
 from gdntune.render.document import Block, Bullets, Grid, Section, Text
 from gdntune.render.figures import Line, curves
 from gdntune.render.panels import Panel, Picture
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 # Columns of T in one table: each has theirs and ours.
 TOKENS_A_TABLE = 4
 _NEAR = "final state alone"
+_AUTHORS = f"{peers.PREFIX}flashinfer"
 
 
 class Pair(NamedTuple):
@@ -30,12 +33,16 @@ class Pair(NamedTuple):
     mark: str = ""
 
 
-def sections(sources: "Sequence[Source]", frame: "pd.DataFrame", publication: Published) -> Iterator[Section]:
+def sections(
+    sources: "Sequence[Source]", frame: "pd.DataFrame", publication: Published, baseline: Baseline | None = None
+) -> Iterator[Section]:
     """A section a sweep. Its subject is `subject(...)`."""
     for source in sources:
         title = f"{source.name} against {publication.title}"
-        mine = frame[(frame["run"] == source.name) & frame["chosen"] & frame["sol"].notna()]
-        yield Section(title, tuple(_blocks(source, mine, publication)), subject=subject(source, publication))
+        rows = frame[frame["run"] == source.name]
+        mine = rows[rows["chosen"] & rows["sol"].notna()]
+        blocks = (*_blocks(source, mine, publication), *_in_their_form(source, rows, publication, baseline))
+        yield Section(title, blocks, subject=subject(source, publication))
 
 
 def subject(source: "Source", publication: Published) -> tuple[str, str]:
@@ -74,11 +81,10 @@ def _labels(source: "Source", publication: Published) -> tuple[str, str]:
 
 def _pairs(mine: "pd.DataFrame", publication: Published) -> tuple[dict[int, list[Pair]], dict[int, list[Pair]]]:
     """By T: those of the same contract; and, where this run has none, those beside ours that keep the final state alone."""
-    ours = {(tuple(c[n] for n in Contract.__struct_fields__), c["work_units"]): c for _, c in mine.iterrows()}
+    ours = {(_fields(c), c["work_units"]): c for _, c in mine.iterrows()}
 
     def pair(cell: PublishedCell, contract: Contract) -> Pair:
-        fields = tuple(getattr(contract, n) for n in Contract.__struct_fields__)
-        found = ours.get((fields, cell.problem.work_units))
+        found = ours.get((_fields(contract), cell.problem.work_units))
         return Pair(cell, None) if found is None else Pair(cell, float(found["sol"]), words.bound_mark(found["bound"]))
 
     exact: dict[int, list[Pair]] = {}
@@ -122,6 +128,69 @@ def _blocks(source: "Source", mine: "pd.DataFrame", publication: Published) -> I
             "writes the final state alone: other bytes in another pattern, so these columns stand beside theirs for orientation."
         )
         yield from _grids(f"SOL %: theirs {theirs}; ours {ours}, {_NEAR}", near)
+
+
+def _in_their_form(
+    source: "Source", rows: "pd.DataFrame", publication: Published, baseline: Baseline | None
+) -> Iterator[Block]:
+    """Our times, shares and speed-ups in tables laid out as theirs: a row a batch, a column a T; of their contracts alone."""
+    wanted = {(_fields(c.problem.contract), c.problem.B, c.problem.HV): c.problem for c in publication.cells}
+    keys = [(_fields(row), row["B"], row["HV"]) for _, row in rows.iterrows()]
+    asked = {wanted[key] for key in keys if key in wanted}
+    if not asked:
+        return
+    chosen = {
+        wanted[k]: row for k, (_, row) in zip(keys, rows.iterrows(), strict=True) if k in wanted and row["chosen"]
+    }
+    rivals = {(_fields(r), r["B"], r["HV"]): r for _, r in peers.rivals(rows).iterrows() if r["kernel"] == _AUTHORS}
+    yield Text(
+        f"Ours in the form of their tables: {_labels(source, publication)[1]}, HV=64; T=1 writes the final state, T of 2 and more "
+        f"the state after each token. ERROR would be a cell that was asked for and has no time of a checked variant."
+    )
+
+    def share(p: Problem) -> str:
+        return _percent(_known(chosen[p]["sol"])) + words.bound_mark(chosen[p]["bound"])
+
+    def over(column: str) -> Callable[[Problem], str]:
+        return lambda p: words.ratio(chosen[p][column])
+
+    def over_authors(p: Problem) -> str:
+        found = rivals.get((_fields(p.contract), p.B, p.HV))
+        return MISSING if found is None else words.ratio(found["chosen_speedup"])
+
+    shown: list[tuple[str, Callable[[Problem], str]]] = [
+        ("Time, us", lambda p: words.number(chosen[p]["median_us"])),
+        (f"DRAM SOL %, of {source.peak_gb_s or math.nan:.0f} GB/s", share),
+    ]
+    if rivals:
+        shown.append(("Speed-up over FlashInfer in this run", over_authors))
+    if baseline is not None and baseline.name not in ("default", "flashinfer"):
+        shown.append((f"Speed-up over {baseline.label}", over("speedup_over_baseline")))
+    if any(_known(c["speedup_over_default"]) for c in chosen.values()):
+        shown.append(("Speed-up over the default rule", over("speedup_over_default")))
+    tokens = sorted({c.problem.contract.tokens for c in publication.cells})
+    for caption, show in shown:
+        lines, shades = [], []
+        for B in sorted({c.problem.B for c in publication.cells}):
+            row, shade = [str(B)], [None]
+            for t in tokens:
+                p = next(q for q in wanted.values() if (q.B, q.contract.tokens) == (B, t))
+                row.append(show(p) if p in chosen else "ERROR" if p in asked else MISSING)
+                shade.append(_known(chosen[p]["sol"]) if p in chosen else None)  # type: ignore[arg-type]
+            lines.append(tuple(row))
+            shades.append(tuple(shade))
+        yield Grid(caption, ("B", *(f"T={t}" for t in tokens)), tuple(lines), tuple(shades))
+
+
+def _fields(contract: Any) -> tuple[Any, ...]:
+    """A contract's fields, of itself or of a frame's row."""
+    if isinstance(contract, Contract):
+        return tuple(getattr(contract, n) for n in Contract.__struct_fields__)
+    return tuple(contract[n] for n in Contract.__struct_fields__)
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)
 
 
 def _line(t: int, pairs: list[Pair]) -> str:

@@ -25,18 +25,25 @@ class Code(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A table. The first `left` columns are text, the others numbers. shades: a cell's share of the DRAM's peak, where it has one."""
+    """A table. The first `left` columns are text, the others numbers. shades: a cell's share of the DRAM's peak, where it has one.
+
+    subjects: a row's section by its subject, where rows stand for sections; a page leads there.
+    """
 
     caption: str
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     shades: tuple[tuple[float | None, ...], ...] = ()
     left: int = 1
+    subjects: tuple[tuple[str, str], ...] = ()
 
-    def fitted(self, width: int = WIDTH, between: int = 3, edges: int = 4) -> "Grid":
-        """This grid with its longest cells cut until its lines, with what stands between cells and at the edges, fit `width`."""
+    def fitted(self, width: int = WIDTH, between: int = 3, edges: int = 4, least: int = 3) -> "Grid":
+        """This grid with its longest cells cut until its lines, with what stands between cells and at the edges, fit `width`.
+
+        least: what a column takes at least, however short its cells are.
+        """
         columns = list(zip(self.headers, *self.rows, strict=True))
-        widths = [max(map(len, column)) for column in columns]
+        widths = [max(least, *map(len, column)) for column in columns]
         while sum(widths) + between * (len(widths) - 1) + edges > width and max(widths) > 8:
             widths[widths.index(max(widths))] -= 1
 

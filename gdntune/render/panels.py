@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gdntune.baseline import Baseline
 from gdntune.journal import Trial
 from gdntune.problem import Contract, Problem
 from gdntune.render import figures, peers
@@ -48,6 +49,7 @@ def panel(
     table: "Table | None",
     letters: Mapping[str, str],
     default: Callable[[Problem], str | None],
+    baseline: Baseline | None = None,
 ) -> Panel:
     """The panel of a contract but for T, in one run. frame, trials: that run's rows and counted trials of it."""
     chosen = frame[frame["chosen"]].sort_values(["tokens", "work_units", "B"])
@@ -55,7 +57,7 @@ def panel(
         return Panel(())
     rivals = peers.rivals(frame)
     pictures = [
-        *_maps(title, chosen, rivals, letters),
+        *_maps(title, chosen, rivals, letters, baseline),
         _times(title, chosen, _defaults(frame, trials, default), rivals),
     ]
     if table is not None:
@@ -66,7 +68,13 @@ def panel(
 # -- pictures
 
 
-def _maps(title: str, chosen: "pd.DataFrame", rivals: "pd.DataFrame", letters: Mapping[str, str]) -> Iterable[Picture]:
+def _maps(
+    title: str,
+    chosen: "pd.DataFrame",
+    rivals: "pd.DataFrame",
+    letters: Mapping[str, str],
+    baseline: Baseline | None,
+) -> Iterable[Picture]:
     tokens = sorted(set(chosen["tokens"]))
     rows = sorted({(c["work_units"], c["B"], c["HV"]) for _, c in chosen.iterrows()})
     names = [f"{w} ({B} x {HV})" for w, B, HV in rows]
@@ -96,6 +104,11 @@ def _maps(title: str, chosen: "pd.DataFrame", rivals: "pd.DataFrame", letters: M
         beside = tiles(lambda c, theirs=theirs: theirs.get(_key(c), math.nan), ratio)  # type: ignore[misc]
         caption = f"Speed-up over {kernel.removeprefix(peers.PREFIX)} (blue: ours is faster)"
         yield Picture(caption, figures.gain_map(f"{title}: {caption}", headers, names, beside))
+    if baseline is not None and not baseline.shown:
+        over = tiles(lambda c: c["speedup_over_baseline"], ratio)
+        if over:
+            caption = f"Speed-up over {baseline.label} (blue: ours is faster)"
+            yield Picture(caption, figures.gain_map(f"{title}: {caption}", headers, names, over))
 
 
 def _defaults(

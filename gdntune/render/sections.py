@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from gdntune import arch
+from gdntune.baseline import Baseline
 from gdntune.journal import Build, Cell, Check, Record, Trial
 from gdntune.problem import Contract
 from gdntune.render import peers
@@ -16,10 +17,13 @@ from gdntune.render.words import (
     MISSING,
     bound_mark,
     cell_words,
+    contract_form,
+    contract_rest,
     contract_short,
     contract_words,
     geometric_mean,
     number,
+    ranges,
     ratio,
 )
 
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 
     from gdntune.report import Source
 
+# From so many sections of contracts on they are numbered, a table leads to them, and the terminal shows that alone after a sweep.
+MANY = 4
 # Tables of B x T are split by T so that a line stays within document.WIDTH.
 TOKENS_A_TABLE = 8
 L2_POLICIES = {
@@ -37,32 +43,43 @@ L2_POLICIES = {
     "written back while the call runs",
     "rotate": "each call takes other slots of a pool much larger than the last-level cache",
     "warm": "nothing is done before a call: what fits into the last-level cache stays there",
+    "chain": "a time is what the call adds to a chain of layers in a CUDA graph, a layer (on a CPU: the clock around it there): "
+    "each layer has a pool of its own in shuffled slots, inputs written just before, a use of the output, and a read of weights",
 }
 TIMERS = {
     "cupti": "CUPTI's kernel records, from the first kernel's start to the last one's end, in steps of 32 ns",
     "events": "CUDA events around the call, launch gaps included, in steps of 0.5 us",
+    "graph": "a CUDA graph that holds the calls less one without them, over the calls: the gap between two kernels, and what the "
+    "next one waits for the call's writes, are included",
     "cpu": "the host's clock around the call",
 }
 
 
 def document(
-    sources: "Sequence[Source]", frame: "pd.DataFrame", letters: "Letters", more: Sequence[Section] = ()
+    sources: "Sequence[Source]",
+    frame: "pd.DataFrame",
+    letters: "Letters",
+    more: Sequence[Section] = (),
+    baseline: Baseline | None = None,
 ) -> Document:
     """The whole report. letters: filled with the variants that its tables name. more: sections after the contracts'."""
     chosen = frame[frame["chosen"]]
-    sections = [Section("Summary", tuple(_summary(sources, frame, chosen)))]
+    sections = [Section("Summary", tuple(_summary(sources, frame, chosen, baseline)))]
     for source in sources:
         title = f"Peers of {source.name}" if len(sources) > 1 else "Peers"
         sections.append(Section(title, tuple(peers.blocks(frame[frame["run"] == source.name], source.records))))
     sections += _failures(sources)
-    for source in sources:
-        for base in bases(source):
-            words = contract_words(base)
-            title = f"{source.name}: {words}" if len(sources) > 1 else words
-            part = of_contract(chosen[chosen["run"] == source.name], base)
-            others = of_contract(peers.rivals(frame[frame["run"] == source.name]), base)
-            blocks = tuple(_contract_blocks(part, letters, others))
-            sections.append(Section(title, blocks, subject=(source.name, base.key())))
+    subjects = [(source, base) for source in sources for base in bases(source)]
+    numbered = len(subjects) >= MANY
+    if numbered:
+        sections.append(Section("Contracts", tuple(_contents(subjects, chosen))))
+    for i, (source, base) in enumerate(subjects, 1):
+        words = contract_words(base)
+        title = f"{f'{i}. ' if numbered else ''}{f'{source.name}: ' if len(sources) > 1 else ''}{words}"
+        part = of_contract(chosen[chosen["run"] == source.name], base)
+        others = of_contract(peers.rivals(frame[frame["run"] == source.name]), base)
+        blocks = tuple(_contract_blocks(part, letters, others, baseline))
+        sections.append(Section(title, blocks, detail=numbered, subject=(source.name, base.key())))
     sections += _differences(sources, chosen, letters)
     sections += more
     sections.append(Section("How to read the tables", tuple(_reading(sources, chosen)), detail=True))
@@ -77,7 +94,9 @@ def document(
 # -- summary
 
 
-def _summary(sources: "Sequence[Source]", frame: "pd.DataFrame", chosen: "pd.DataFrame") -> Iterator[Block]:
+def _summary(
+    sources: "Sequence[Source]", frame: "pd.DataFrame", chosen: "pd.DataFrame", baseline: Baseline | None
+) -> Iterator[Block]:
     for source in sources:
         device = source.run.device
         cells = {r.problem for r in source.records if isinstance(r, (Cell, Trial))}
@@ -90,6 +109,7 @@ def _summary(sources: "Sequence[Source]", frame: "pd.DataFrame", chosen: "pd.Dat
             f"{device.name} ({device.arch}, {device.sm_count} {units}), timed by `{policy.get('timer')}` under `{policy.get('l2')}`."
         )
         lines = [*_ratio_lines(mine), *peers.lines(frame[frame["run"] == source.name], source.records)]
+        lines += _baseline_lines(mine, baseline)
         lines.append(_work_line(source))
         throttled = sum(bool(arch.THROTTLES & _reasons(r)) for r in source.records if isinstance(r, Cell))
         if throttled:
@@ -123,6 +143,22 @@ def _ratio_lines(mine: "pd.DataFrame") -> Iterator[str]:
         yield f"Share of the DRAM's peak: {share['sol'].median():.1%} in the median, {share['sol'].max():.1%} at most."
     if len(mine):
         yield f"Samples behind a chosen time: {mine['samples'].min()} at least."
+
+
+def _baseline_lines(mine: "pd.DataFrame", baseline: Baseline | None) -> Iterator[str]:
+    """Over what was asked for; for what has a line anyway, none."""
+    if baseline is None or baseline.shown:
+        return
+    over = mine[mine["speedup_over_baseline"].notna()]
+    if not len(over):
+        yield f"Against {baseline.label}: no cell here has a time of both."
+        return
+    worst = over.loc[over["speedup_over_baseline"].idxmin()]
+    yield (
+        f"Against {baseline.label}: {geometric_mean(over['speedup_over_baseline']):.3f} times as fast in the geometric mean of "
+        f"{len(over)} cells, {worst['speedup_over_baseline']:.3f} at worst ({cell_words(worst)}); slower at "
+        f"{int((over['speedup_over_baseline'] < 1).sum())}."
+    )
 
 
 def _work_line(source: "Source") -> str:
@@ -164,10 +200,38 @@ def _subject(record: Record) -> str:
     return record.variant.id if isinstance(record, Trial) else record.variant
 
 
-# -- a contract's tables
+# -- contracts
 
 
-def _contract_blocks(chosen: "pd.DataFrame", letters: "Letters", others: "pd.DataFrame") -> Iterator[Block]:
+def _contents(subjects: "Sequence[tuple[Source, Contract]]", chosen: "pd.DataFrame") -> Iterator[Block]:
+    """A row a section of a contract, by its number: how many cells, how near to the floor."""
+    rows, shades = [], []
+    for i, (source, base) in enumerate(subjects, 1):
+        mine = of_contract(chosen[chosen["run"] == source.name], base)
+        over, share = mine["over_floor"].dropna(), mine["sol"].dropna()
+        sol = float(share.median()) if len(share) else None
+        rows.append(
+            (
+                str(i),
+                contract_form(base),
+                contract_rest(base),
+                ranges(mine["tokens"]),
+                str(len(mine)),
+                ratio(geometric_mean(over)) if len(over) else MISSING,
+                ratio(float(over.max())) if len(over) else MISSING,
+                MISSING if sol is None else f"{100 * sol:.0f}",
+            )
+        )
+        shades.append((*(None,) * 7, sol))
+    headers = ("#", "contract", "and", "T", "cells", "floor", "worst", "SOL %")
+    yield Text("Time over the floor, in the geometric mean and at worst; share of the DRAM's peak in the median.")
+    links = tuple((source.name, base.key()) for source, base in subjects)
+    yield Grid("", headers, tuple(rows), tuple(shades), left=4, subjects=links)
+
+
+def _contract_blocks(
+    chosen: "pd.DataFrame", letters: "Letters", others: "pd.DataFrame", baseline: Baseline | None
+) -> Iterator[Block]:
     if not len(chosen):
         yield Text("No cell of this contract has a checked variant with final samples.")
         return
@@ -186,6 +250,8 @@ def _contract_blocks(chosen: "pd.DataFrame", letters: "Letters", others: "pd.Dat
             return MISSING if found is None else ratio(found["chosen_speedup"])
 
         yield from _grids(f"Speed-up over {kernel.removeprefix(peers.PREFIX)}", cells, gain)
+    if baseline is not None and not baseline.shown and chosen["speedup_over_baseline"].notna().any():
+        yield from _grids(f"Speed-up over {baseline.label}", cells, lambda c: ratio(c["speedup_over_baseline"]))
     yield from _grids("Which variant was chosen", cells, lambda c: letters[c["variant"]])
     counts = Counter(chosen["variant"])
     legend = sorted(counts, key=lambda name: (len(letters[name]), letters[name]))
@@ -321,11 +387,17 @@ class Letters(dict[str, str]):
 
 
 def bases(source: "Source") -> list[Contract]:
-    """A sweep's contracts without T: a section each."""
+    """A sweep's contracts without T, a section each: usual sizes and few unusual fields first."""
     found = {
         r.contract if isinstance(r, Check) else r.problem.contract for r in source.records if not isinstance(r, Build)
     }
-    return sorted({c.replace(tokens=1) for c in found})
+    plain = Contract()
+
+    def order(c: Contract) -> tuple[Any, ...]:
+        unusual = sum(getattr(c, name) != getattr(plain, name) for name in Contract.__struct_fields__)
+        return c.op, (c.K, c.V) != (plain.K, plain.V), c.layout, unusual, c
+
+    return sorted({c.replace(tokens=1) for c in found}, key=order)
 
 
 def of_contract(frame: "pd.DataFrame", base: Contract) -> "pd.DataFrame":

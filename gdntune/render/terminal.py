@@ -47,7 +47,7 @@ def _plain(text: str) -> Styled:
 
 def _table(grid: Grid) -> Table:
     table = Table(box=None, pad_edge=False)
-    grid = grid.fitted(between=2, edges=0)
+    grid = grid.fitted(between=2, edges=0, least=0)
     for i, header in enumerate(grid.headers):
         table.add_column(Styled(header), justify="left" if i < grid.left else "right", no_wrap=True)
     for i, row in enumerate(grid.rows):

@@ -16,6 +16,44 @@ def contract_words(c: Contract) -> str:
     return ", ".join([c.op, f"{c.state_dtype} state", f"{c.input_dtype} input", f"mode {c.mode}", *rest])
 
 
+def contract_form(c: Contract) -> str:
+    """A contract's op, state and what it writes, in a few words."""
+    between = "" if c.intermediate == "none" else f" {c.intermediate}"
+    return f"{c.op.removesuffix('_decode')} {c.state_dtype} {c.mode}{between}"
+
+
+def contract_rest(c: Contract) -> str:
+    """What is unusual of a contract beside its form and T, in a few words."""
+    usual = Contract(op=c.op, gate="raw" if c.op == "gdn_decode" else "softplus")
+    said = {
+        "K": f"K={c.K}",
+        "V": f"V={c.V}",
+        "layout": "V-last",
+        "input_dtype": f"{c.input_dtype} inputs",
+        "gate": f"{c.gate} gate",
+        "gate_dtype": f"{c.gate_dtype} gate",
+        "beta": "beta given",
+        "beta_dtype": f"{c.beta_dtype} beta",
+        "A_log_dtype": f"A_log {c.A_log_dtype}",
+        "dt_bias_dtype": f"dt_bias {c.dt_bias_dtype}",
+        "pool": "no pool",
+        "ragged": "ragged",
+        "accepted": "accepted",
+    }
+    return ", ".join(words for name, words in said.items() if getattr(c, name) != getattr(usual, name))
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers in order, runs of three and more by their ends: `1-4,8`."""
+    runs: list[list[int]] = []
+    for n in sorted(set(numbers)):
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 2 else ",".join(map(str, r)) for r in runs)
+
+
 def number(us: float) -> str:
     """A time in four digits."""
     return MISSING if math.isnan(us) else f"{us:.2f}" if us < 100 else f"{us:.1f}" if us < 1000 else f"{us:.0f}"
