@@ -1,7 +1,9 @@
 """What all tests share: caches of their own, and `gpu` tests only where there is a GPU."""
 
+import functools
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,6 +22,42 @@ def h100():
     from gdntune import journal
 
     return H100, *journal.read(H100)
+
+
+@functools.cache
+def _compiled_ahead():
+    """The contracts whose objects tests/gpu/objects.py compiles."""
+    sys.path.append(str(Path(__file__).parent / "gpu"))
+    import objects
+
+    return frozenset(objects.contracts())
+
+
+@pytest.fixture(autouse=True)
+def compiled_ahead(request, monkeypatch):
+    """A test that runs on any device binds those contracts alone that are compiled ahead: a GPU machine need not have a compiler.
+
+    Held on the CPU, where tests run before they run on a GPU.
+    """
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is None or callspec.params.get("device") != "cpu":
+        yield
+        return
+    from gdntune import dispatch, ops
+
+    bind, bound = dispatch.Runtime.bind, set()
+
+    def recorded(self, contract, **options):
+        bound.add(contract)
+        return bind(self, contract, **options)
+
+    monkeypatch.setattr(dispatch.Runtime, "bind", recorded)
+    ops._BOUND.clear()
+    yield
+    missing = [c.key() for c in bound - _compiled_ahead()]
+    assert not missing, (
+        f"on a GPU machine there are no objects for {missing}: name them in CONTRACTS, for tests/gpu/objects.py"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

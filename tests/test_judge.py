@@ -1,5 +1,6 @@
 """gdntune/judge.py: tables derived anew, and judged on samples that they were not derived from."""
 
+import functools
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,7 @@ import synthetic
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdntune import derive, judge, kernels, table
+from gdntune import derive, judge, kernels, merge, table
 from gdntune.arch import target
 from gdntune.errors import JournalError, UnsupportedProblem
 from gdntune.journal import Cell, Check, Journal, Trial
@@ -79,10 +80,13 @@ def test_replay_is_the_sweeps_table(tmp_path):
         assert found.notes == []
 
 
-def test_replay_of_the_published_sweep(h100, tmp_path):
-    """The H100's journal gives the shipped table, byte for byte."""
-    table.save(judge.replay(h100[0]).table, tmp_path / "t.json")
-    assert (tmp_path / "t.json").read_bytes() == (TABLES / "gdn_decode.json").read_bytes()
+@pytest.mark.parametrize("path", sorted(TABLES.glob("*.json")), ids=lambda p: p.stem)
+def test_replay_of_the_published_sweeps(path, h100, tmp_path):
+    """The H100's journals give the shipped tables, byte for byte; of several journals, merged in their order."""
+    evidence = table.load(path).evidence
+    made = [judge.replay(h100[0].parent / f"{s.config}.jsonl.xz").table for s in evidence.sources or (evidence,)]
+    table.save(functools.reduce(lambda a, b: merge.merge(a, b, "first"), made), tmp_path / "t.json")
+    assert (tmp_path / "t.json").read_bytes() == path.read_bytes()
 
 
 def test_replay_with_other_settings(tmp_path):
@@ -277,7 +281,7 @@ def test_cost_on_the_published_sweep(h100):
     assert found.cells.table.regret_mean < 0.002
     assert found.cells.table.regret_mean - found.all_samples_cells.table.regret_mean < 0.001
     assert found.table.table.regret_mean - found.all_samples_table.table.regret_mean < 0.001
-    assert found.table.table.regret_max < 0.03
+    assert found.table.table.regret_max < 0.05
 
 
 # -- what is printed

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ CONTRACTS = [
     for T in (1, 3)
     for layout in ("k_last", "v_last")
 ]
+CONTRACTS += [GATES[gate].replace(gate_dtype=dtype) for gate in WITH_PARAMETERS for dtype in ("bf16", "fp16")]
+CONTRACTS += [GATES["lower_bound"].replace(beta="given", beta_dtype="fp32")]
 
 by_device = pytest.mark.parametrize("device", DEVICES)
 by_gate = pytest.mark.parametrize("gate", GATES)
@@ -80,12 +83,12 @@ ENDS = {
     "softplus": {
         "g": [0.0, 1e-38, -1e-38, 88.0, 89.0, -88.0, -104.0, 1e4, -1e4, FP32 / 2, -FP32 / 2],
         "dt_bias": [0.0, 88.8, -88.8, -200.0, 1e6, FP32 / 2, -FP32 / 2],
-        "A_log": [0.0, -88.0, -FP32, 88.0],
+        "A_log": [0.0, -88.0, -FP32, 88.0, 88.8, 104.0, 1e4, FP32],
     },
     "lower_bound": {
         "g": [0.0, 1e-38, -1e-38, 88.0, 89.0, -88.0, -104.0, 1e4, -1e4, FP32 / 2, -FP32 / 2],
         "dt_bias": [0.0, 88.8, -88.8, -200.0, 1e6, FP32 / 2, -FP32 / 2],
-        "A_log": [0.0, -88.0, -FP32, 88.0],
+        "A_log": [0.0, -88.0, -FP32, 88.0, 88.8, 104.0, 1e4, FP32],
     },
 }
 
@@ -106,11 +109,54 @@ def test_ends_of_the_range(tokens, gate, name, device):
 @by_device
 @pytest.mark.parametrize("gate", WITH_PARAMETERS)
 def test_ends_of_the_range_together(gate, device):
-    """As above, g, dt_bias and A_log at once, up to exp(A_log) = 55: beyond, a softplus below fp32's normal numbers would count."""
+    """As above, g, dt_bias and A_log at once, up to exp(A_log) = 55: beyond, a softplus below fp32's normal numbers would count.
+
+    On CUDA exp(A_log) below fp32's normal numbers is zero, which counts beside such a g: from -80 there.
+    """
+    least = -FP32 if device == "cpu" else -80.0
     before = make_case(Problem(GATES[gate], 4, 5, 5), device, seed=3)
     for field, name in (("a", "g"), ("dt_bias", "dt_bias"), ("A_log", "A_log")):
         x = getattr(before, field)
-        x.copy_(spread(ENDS[gate][name], x.shape, device).clamp(max=4.0 if name == "A_log" else FP32))
+        x.copy_(spread(ENDS[gate][name], x.shape, device).clamp(*((least, 4.0) if name == "A_log" else (-FP32, FP32))))
+    after = judged(before)
+    assert after.output.isfinite().all() and after.state.isfinite().all()
+
+
+# exp(A_log) beyond fp32's largest number, and g with which a zero stood beside it: the decay is 0, then 1
+VANISHING = {
+    "softplus": [(0.0, 0.0), (3.0, 0.0), (-70.0, 0.0), (-250.0, 1.0), (-1e4, 1.0), (-FP32, 1.0)],
+    "lower_bound": [(0.0, math.exp(-2.5)), (1e-6, math.exp(-5)), (FP32, math.exp(-5)), (-1e-6, 1.0), (-FP32, 1.0)],
+}
+
+
+@by_device
+@pytest.mark.parametrize("A_log", [88.8, 100.0, 200.0])
+@pytest.mark.parametrize("gate", WITH_PARAMETERS)
+def test_rates_beyond_exp(gate, A_log, device):
+    """Fault: exp(A_log) overflowed from 88.7 on, and inf * 0 was NaN. The decay has its limit there: zero, one, or what lower_bound says."""
+    values, decays = zip(*VANISHING[gate], strict=True)
+    before = make_case(Problem(GATES[gate], 2, 1, 1), device, seed=7)
+    before.A_log.fill_(A_log)
+    before.dt_bias.fill_(0.0)
+    before.a.copy_(spread(values, before.a.shape, device))
+    before.b.fill_(-200.0)
+    after = judged(before)
+    # beta is zero: the state is its decay alone
+    kept, found = before.state[before.read_index.long()], after.state[after.write_index.long()]
+    wanted = kept.double() * spread(decays, before.a[:, 0].shape, device)[..., None, :]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("A_log", [86.0, 88.5, 90.0, 104.0, 200.0, 1e4, FP32])
+@pytest.mark.parametrize("op", ["gdn", "kda"])
+def test_rates_that_a_vanishing_softplus_answers(op, A_log):
+    """exp(A_log) and softplus(x) beyond fp32 at both ends, their product within: exp(A_log + x), which the CPU's kernels follow too."""
+    contract = GDN if op == "gdn" else GATES["softplus"]
+    before = make_case(Problem(contract, 8, 1, 1), "cpu", seed=8)
+    before.A_log.fill_(A_log)
+    before.dt_bias.fill_(0.0)
+    x = spread([-3.0, -1.0, 0.0, 1.0, 2.0, -8.0, -20.0, 30.0], before.a.shape, "cpu")
+    before.a.copy_((x - A_log).clamp(min=-FP32))
     after = judged(before)
     assert after.output.isfinite().all() and after.state.isfinite().all()
 

@@ -1,6 +1,7 @@
 """The public functions on CPU tensors: what they compute, what they accept, what they refuse; on CUDA tensors where there are any."""
 
 import dataclasses
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -8,11 +9,13 @@ import torch
 from public import DEVICES, call, refused
 
 import gdntune
-from gdntune import dispatch, ops, problem
+from gdntune import arch, arguments, dispatch, ops, problem
+from gdntune.build import Built
 from gdntune.cases import make_case
 from gdntune.check import Truth
 from gdntune.errors import BuildError, GdntuneError, ToolMissing, UnsupportedProblem
 from gdntune.problem import Contract, Problem
+from gdntune.store import Store
 
 CONTRACTS = {
     "T=1 pool": Contract(state_dtype="fp32"),
@@ -156,6 +159,15 @@ REFUSALS = {
     "cu_seqlens of no dimension": (RAGGED, {"cu_seqlens": torch.tensor(3)}, r"cu_seqlens has shape \(\): accepted is \[B\+1\]"),
     "cu_seqlens of none": (RAGGED, {"cu_seqlens": int32(0)}, r"cu_seqlens has shape \(0,\): accepted is \[B\+1\]"),
     "cu_seqlens of more requests": (RAGGED, {"cu_seqlens": int32(6)}, r"initial_state_indices has shape \(3,\) for cu_seqlens of 5 requests"),
+    "buffer rows of ragged": (RAGGED, {"intermediate_states_buffer": torch.zeros(3, 4, 4, 128, 128), "intermediate_state_indices": int32(2)}, r"intermediate_state_indices has shape \(2,\) for cu_seqlens of 3 requests"),
+    "slots of ragged": (RAGGED, {"initial_state_indices": None, "output_state_indices": None, "ssm_state_indices": int32(4, 4)}, r"ssm_state_indices has shape \(4, 4\) for cu_seqlens of 3 requests"),
+    # no tensors
+    "state of a list": (ONE, {"initial_state": [0.0]}, "initial_state is of type list: accepted is a torch.Tensor"),
+    "no state": (ONE, {"initial_state": None}, "initial_state is of type NoneType: accepted is a torch.Tensor"),
+    "A_log of a number": (ONE, {"A_log": 1.0}, "A_log is of type float: accepted is a torch.Tensor"),
+    "b of a list": (ONE, {"b": [1.0]}, "b is of type list: accepted is a torch.Tensor"),
+    "index of a list": (ONE, {"initial_state_indices": [0, 1, 2]}, "initial_state_indices is of type list: accepted is a torch.Tensor"),
+    "write index of a list": (ONE, {"output_state_indices": [0, 1, 2]}, "output_state_indices is of type list: accepted is a torch.Tensor"),
     # strides and devices
     "state strided inside": (ONE, {"initial_state": torch.zeros(3, 4, 128, 256)[..., ::2]}, "initial_state .* contiguous inner"),
     "state with its heads apart": (ONE, {"initial_state": torch.zeros(3, 4, 128, 256)[..., :128]}, "initial_state .* contiguous inner"),
@@ -165,10 +177,17 @@ REFUSALS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("when", ["first", "later"])
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refusals_name_the_argument(name):
-    """Every refusal is an UnsupportedProblem (a ValueError) that names the argument, what was given and what is accepted."""
+def test_refusals_name_the_argument(name, when):
+    """Every refusal is an UnsupportedProblem (a ValueError) that names the argument, what was given and what is accepted.
+
+    On the first call, and after right ones, which find their function bound and pass no check of a contract.
+    """
     kind, changes, match = REFUSALS[name]
+    ops._BOUND.clear()
+    if when == "later":
+        call(make_case(Problem(CONTRACTS[kind], 3, 2, 4), "cpu"))
     refused(match, call, make_case(Problem(CONTRACTS[kind], 3, 2, 4), "cpu"), **changes)
 
 
@@ -184,6 +203,10 @@ FLOW = {
     "q device": ({"q": lambda x: x.to("meta")}, "tensors are on meta: accepted are cuda and cpu"),
     "a shape": ({"a": lambda x: x[:2]}, r"a has shape \(2, 1, 4\).*\[3, 1, 4\]"),
     "a dtype": ({"a": lambda x: x.int()}, "a has dtype torch.int32: accepted are"),
+    "q of a list": ({"q": lambda x: x.tolist()}, "q is of type list: accepted is a torch.Tensor"),
+    "k of none": ({"k": lambda x: None}, "k is of type NoneType: accepted is a torch.Tensor"),
+    "a of a list": ({"a": lambda x: x.tolist()}, "a is of type list: accepted is a torch.Tensor"),
+    "requests": (dict.fromkeys("qkvab", lambda x: x[:1].expand(65536, *x.shape[1:])), "65536 requests: accepted are at most 65535 a call"),
     "T of none": (dict.fromkeys("qkvab", lambda x: x[:, :0]), "tokens=0: accepted are 1 to 16"),
     "T too large": (dict.fromkeys("qkvab", lambda x: x.repeat_interleave(17, 1)), "tokens=17: accepted are 1 to 16"),
     "V": ({"v": lambda x: x[..., :48]}, "V=48: accepted are multiples of 32"),
@@ -293,6 +316,67 @@ def test_what_is_no_fault_of_the_arguments_passes_through(monkeypatch):
     with pytest.raises(GdntuneError, match="gdn_decode failed: RuntimeError: out of luck") as caught:
         call(case)
     assert not isinstance(caught.value, UnsupportedProblem)
+
+
+def test_what_a_compiled_call_says_is_passed_on(monkeypatch):
+    """A refusal that no argument explains is a refusal all the same, with the compiled call's words."""
+
+    def odd(*arguments):
+        raise ValueError("q is odd")
+
+    monkeypatch.setattr(dispatch.Bound, "at", lambda self, work_units: odd)
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
+    refused("the compiled gdn_decode refused its arguments: q is odd", call, case)
+
+
+def test_faults_of_a_call_by_convention():
+    """What the public functions find before they call, said of a call by the kernels' convention too: no tensor, dtypes, rows of KDA."""
+    case = make_case(Problem(CONTRACTS["kda softplus"], 3, 2, 4), "cpu")
+
+    def fault(**changes):
+        return refused(".", arguments.check_values, case.contract, dataclasses.replace(case, **changes).arguments())
+
+    assert fault(read_index=None) == "initial_state_indices is None: accepted is a tensor [3]"
+    assert fault(v=case.v.float()) == "v has dtype torch.float32: accepted is q's, torch.bfloat16"
+    said = fault(A_log=torch.zeros(3))
+    assert "A_log has shape (3,)" in said and "one row a value head or one a q/k head, [2, 4]" in said
+
+
+@pytest.mark.parametrize("public", [gdntune.plan, gdntune.prepare, call], ids=["plan", "prepare", "call"])
+def test_a_variant_that_does_not_compile(public, monkeypatch):
+    """Compiling on first use fails by name and reason."""
+    contract = Contract(K=64, V=32, state_dtype="fp16", beta="given", gate="log", layout="v_last", mode="frozen")
+    problem = Problem(contract, 1, 1, 1)
+
+    def compiled(specs, store, **options):
+        return [Built(spec, None, "no room") for spec, _ in specs]
+
+    monkeypatch.setattr(dispatch, "compile_objects", compiled)
+    monkeypatch.setattr(dispatch, "runtime", lambda *_: dispatch.Runtime(arch.detect("cpu"), Store(Path("/nowhere"))))
+    monkeypatch.setattr(ops, "runtime", dispatch.runtime)
+    ops._BOUND.clear()
+    given = {gdntune.plan: (problem, "cpu"), gdntune.prepare: (contract, "cpu")}.get(public) or (
+        make_case(problem, "cpu"),
+    )
+    with pytest.raises(BuildError, match="gdntune_cpu_recurrent_.* does not compile: no room"):
+        public(*given)
+    ops._BOUND.clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "field, change, match",
+    [
+        ("q", lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape), "q .* address .* is not a multiple of 16 bytes"),
+        ("v", lambda x: torch.cat((x, x[..., :1, :]), -2).flatten(-2)[..., 1 : 1 + 4 * 128].unflatten(-1, (4, 128)), "v .* is not a multiple of 16 bytes"),
+        ("state", lambda x: torch.cat((x.flatten(1), x.flatten(1)[:, :1]), 1)[:, :-1].unflatten(1, x.shape[1:]), "initial_state .* stride .* is not a multiple of 16 bytes"),
+    ],
+)  # fmt: skip
+def test_refusals_of_what_cannot_be_loaded_at_once(field, change, match):
+    """On a GPU: addresses and strides that are no multiple of 16 bytes are refused by name, not read wrongly."""
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cuda")
+    setattr(case, field, change(getattr(case, field)))
+    refused(match, call, case)
 
 
 def test_heads_that_do_not_divide_are_refused():

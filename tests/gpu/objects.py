@@ -1,27 +1,37 @@
 """Compiles, without a GPU, what the GPU tests call: `python tests/gpu/objects.py DIR [ARCH]`, then GDNTUNE_BUNDLE=DIR pytest -m gpu.
 
-The tests also run without it where CuTe DSL is installed; a bundle is for machines that have a GPU and no compiler.
+The tests also run without it where CuTe DSL is installed; a bundle is for machines that have a GPU and no compiler. `--list` for DIR
+prints the objects instead, one a line. tests/conftest.py holds the tests to `contracts()`: one that would call another on a GPU fails on
+the CPU too.
 """
 
+import functools
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import drift
 import test_faults
+import test_faults_gpu
 import test_kda
+import test_ops
 import test_properties
-from test_ops import CONTRACTS
 
-from gdntune import arch, kernels
+from gdntune import arch, config, kernels, search
 from gdntune.build import compile_objects
 from gdntune.dispatch import Runtime
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, contract_fault
-from gdntune.store import Store, object_spec, write_bundle
+from gdntune.store import ObjectSpec, Store, object_spec, write_bundle
 
 DIFFERENTIAL_CONTRACTS = {"gdn_decode": 110, "kda_decode": 60}
+LEAST_OF_A_KERNEL = 24
+# of the tests of the runtime in test_kernels_gpu.py
+RUNTIME_CONTRACTS = [Contract(), Contract(tokens=4), Contract(tokens=8, intermediate="dense")]
 
 
 def random_contract(op: str, pick: random.Random) -> Contract:
@@ -53,16 +63,22 @@ def random_contract(op: str, pick: random.Random) -> Contract:
             return contract
 
 
+@functools.cache
 def differential_variants(op: str) -> list[tuple[Contract, Variant]]:
-    """Contracts drawn from the whole space, each with a variant drawn from its own: always the same ones."""
+    """Contracts drawn from the whole space, each with a variant drawn from its own: always the same ones. Then more for kernels that serve few."""
     pick = random.Random(f"gdntune {op}")
     device = arch.target("sm_90a")
-    found = []
-    while len(found) < DIFFERENTIAL_CONTRACTS[op]:
-        contract = random_contract(op, pick)
-        variants = kernels.variants(contract, device)
-        if variants:
-            found.append((contract, pick.choice(variants)))
+    found: list[tuple[Contract, Variant]] = []
+    drawn: Counter[str] = Counter()
+    for _ in range(20 * DIFFERENTIAL_CONTRACTS[op]):
+        contract, more = random_contract(op, pick), len(found) >= DIFFERENTIAL_CONTRACTS[op]
+        wanted = [k for k in kernels.serving(device, "decode") if not more or drawn[k.name] < LEAST_OF_A_KERNEL]
+        if not wanted:
+            break
+        if by_kernel := [variants for k in wanted if (variants := k.variants(contract, device))]:
+            variant = pick.choice(pick.choice(by_kernel))
+            found.append((contract, variant))
+            drawn[variant.kernel] += 1
     return found
 
 
@@ -71,31 +87,45 @@ def choices(contract: Contract, device: arch.Device) -> list[Variant]:
     return list({c.variant.id: c.variant for c in Runtime(device).choices(contract)}.values())
 
 
-def main(folder: Path, target: str = "sm_90a") -> None:
-    """Compiles and bundles them."""
-    device = arch.target(target)
-    tested = [*CONTRACTS.values(), *test_faults.CONTRACTS, *test_properties.CONTRACTS, *test_kda.CONTRACTS]
-    wanted = [*tested, Contract(), Contract(tokens=4), Contract(tokens=8, intermediate="dense")]
-    pairs = [(c, v) for c in wanted for v in choices(c, device)]
+def contracts() -> list[Contract]:
+    """Every contract that the tests of the public functions and of the runtime call, each once."""
+    tested = [
+        *test_ops.CONTRACTS.values(),
+        *test_faults.CONTRACTS,
+        *test_properties.CONTRACTS,
+        *test_kda.CONTRACTS,
+        *RUNTIME_CONTRACTS,
+        *drift.CONTRACTS,
+    ]
+    return list(dict.fromkeys(tested))
+
+
+def objects(device: arch.Device) -> list[tuple[ObjectSpec, str]]:
+    """The objects of these contracts, of the differential run and of the sweeps of faulty kernels, each once, with its compiler."""
+    pairs = [(c, v) for c in contracts() for v in choices(c, device)]
     for op in DIFFERENTIAL_CONTRACTS:
         pairs += differential_variants(op)
-    objects = [(object_spec(kernels.get(v.kernel), c, v, device), kernels.get(v.kernel).compiler) for c, v in pairs]
-    flush = kernels.flush()
-    objects.append(
-        (
-            object_spec(kernels.get(flush[1].kernel), *flush, device, label="flush"),
-            kernels.get(flush[1].kernel).compiler,
-        )
-    )
+    found = [(object_spec(kernels.get(v.kernel), c, v, device), kernels.get(v.kernel).compiler) for c, v in pairs]
+    found += search.plan_objects(config.parse(test_faults_gpu.HONEST), device)
+    return list({spec.key: (spec, compiler) for spec, compiler in found}.values())
+
+
+def main(folder: str, target: str = "sm_90a") -> None:
+    """Compiles and bundles them."""
+    wanted = objects(arch.target(target))
+    if folder == "--list":
+        for spec, _ in wanted:
+            print(spec.key, spec.kernel, spec.label, spec.facts)
+        return
     store = Store()
-    failed = [b for b in compile_objects(objects, store) if not b.ok]
+    failed = [b for b in compile_objects(wanted, store) if not b.ok]
     for b in failed:
         print(b.spec.name, b.reason, file=sys.stderr)
     if failed:
         sys.exit(1)
-    bundle = write_bundle(store, [spec for spec, _ in objects], folder)
+    bundle = write_bundle(store, [spec for spec, _ in wanted], Path(folder))
     print(f"{len(bundle.objects)} objects in {folder}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:3])
+    main(*sys.argv[1:3])

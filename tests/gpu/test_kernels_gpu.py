@@ -1,8 +1,13 @@
-"""The CuTe kernels on the GPU: a random differential run over the whole contract, the awkward sizes, CUDA graphs."""
+"""The CuTe kernels on the GPU: a random differential run over the whole contract, the awkward sizes, CUDA graphs.
+
+The differential run draws other problems each time and prints its seed; GDNTUNE_TEST_SEED draws the same again.
+"""
 
 import os
 import random
+from collections import Counter
 
+import msgspec
 import pytest
 import torch
 from objects import differential_variants
@@ -16,6 +21,7 @@ from gdntune.problem import Contract, Problem
 
 pytestmark = pytest.mark.gpu
 
+SEED = int(os.environ.get("GDNTUNE_TEST_SEED") or random.SystemRandom().randrange(2**31))
 # Problems of the differential run for each op; the full run of a release sets more.
 PROBLEMS = {
     "gdn_decode": int(os.environ.get("GDNTUNE_GDN_PROBLEMS", "300")),
@@ -39,6 +45,11 @@ def random_problem(contract: Contract, pick: random.Random) -> tuple[Problem, di
         "neg_eigval": pick.random() < 0.3,
         "parameters_by_head": pick.choice(["HV", "H"]) if contract.op == "kda_decode" else "HV",
         "scale": pick.choice([None, 0.5]),
+        "permute": pick.random() < 0.8,
+        "softplus_beta": pick.choice([1.0, 1.0, 1.5]),
+        "softplus_threshold": pick.choice([20.0, 20.0, 0.5]),
+        "lower_bound": pick.choice([-5.0, -1.0]),
+        "gate_shift": 0.0 if contract.gate == "lower_bound" else pick.choice([0.0, 2.0]),
         "extreme_gates": pick.random() < 0.3,
     }
     if contract.pool:
@@ -57,26 +68,48 @@ def random_problem(contract: Contract, pick: random.Random) -> tuple[Problem, di
     return problem, options
 
 
+def described(counts: dict[str, Counter]) -> str:
+    """`K: 64 31, 96 20; ...`: how often each value was drawn."""
+    return "; ".join(
+        f"{name}: " + ", ".join(f"{v} {n}" for v, n in sorted(c.items(), key=str)) for name, c in counts.items()
+    )
+
+
+def counted(counts: dict[str, Counter], values: dict) -> None:
+    """Adds one problem's values."""
+    for name, value in values.items():
+        counts.setdefault(name, Counter())[str(value)] += 1
+
+
 @pytest.mark.parametrize("op", PROBLEMS)
-def test_random_differential_run(op):
-    """Problems drawn from the whole contract agree with the fp64 reference, whatever the variant."""
+def test_random_differential_run(op, capsys):
+    """Problems drawn from the whole contract agree with the fp64 reference, whatever the variant. Prints how often each value came."""
     device = detect("cuda")
     pairs = differential_variants(op)
     functions = [runtime("cuda").functions(c, [v])[0] for c, v in pairs]
-    pick = random.Random(f"problems {op}")
-    faults = []
-    for seed in range(PROBLEMS[op]):
-        at = seed % len(pairs)
+    pick = random.Random(f"problems {op} {SEED}")
+    faults, counts = [], {}
+    for n in range(PROBLEMS[op]):
+        at = n % len(pairs)
         contract, variant = pairs[at]
         problem, options = random_problem(contract, pick)
-        truth = Truth(make_case(problem, "cuda", seed, **options))
+        sizes = {"kernel": variant.kernel, "group": problem.HV // problem.H, "B": problem.B}
+        counted(
+            counts,
+            {**msgspec.structs.asdict(contract), **sizes, **{k: v for k, v in options.items() if k != "lengths"}},
+        )
+        truth = Truth(make_case(problem, "cuda", pick.randrange(2**31), **options))
         case = truth.before.clone()
         functions[at](*case.arguments())
         torch.cuda.synchronize()
         verdict = truth.judge(case)
         if not verdict.ok:
-            faults.append(f"{variant.id} {problem.key()} {options}: {verdict.worst}")
-    assert faults == [], f"{len(faults)} of {PROBLEMS[op]} on {device.name}: {faults[:3]}"
+            faults.append(f"{n}: {variant.id} {problem.key()} {options}: {verdict.worst}")
+    with capsys.disabled():
+        print(
+            f"\n{op}: {PROBLEMS[op]} problems over {len(pairs)} variants, GDNTUNE_TEST_SEED={SEED}\n{described(counts)}"
+        )
+    assert faults == [], f"GDNTUNE_TEST_SEED={SEED}: {len(faults)} of {PROBLEMS[op]} on {device.name}: {faults[:3]}"
 
 
 def test_large_offsets():

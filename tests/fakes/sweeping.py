@@ -1,0 +1,23 @@
+"""A sweep in a process of its own, which a test may kill: `python -m fakes.sweeping CONFIG FOLDER STORE [LARGEST]`.
+
+LARGEST: bytes that a file may have, as on a disk that is full. Prints `table` or the error, whose exit code is the command line's.
+"""
+
+import resource
+import sys
+from pathlib import Path
+
+from gdntune import arch, config, search
+from gdntune.errors import GdntuneError
+from gdntune.store import Store
+
+if __name__ == "__main__":
+    text, folder, store, *largest = sys.argv[1:]
+    if largest:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(largest[0]), resource.RLIM_INFINITY))
+    try:
+        outcome = search.sweep(config.load(text), Path(folder), device=arch.detect("cpu"), store=Store(Path(store)))
+    except GdntuneError as e:
+        print(f"{type(e).__name__}: {e}")
+        sys.exit(2)
+    print("table" if outcome.table else "no table")
