@@ -18,23 +18,15 @@ from gdntune.config import Config
 from gdntune.derive import derive
 from gdntune.dispatch import Runtime
 from gdntune.errors import GdntuneError, JournalError, MeasurementError
+from gdntune.executors import Child, Crashed
 from gdntune.journal import FILE, Build, Cell, Check, Journal, Record, Run, Trial, digest
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
-from gdntune.search import (
-    CELL_GRACE_S,
-    CHECK_EACH_S,
-    CHECK_TIMEOUT_S,
-    RETRIES,
-    Child,
-    Crashed,
-    Progress,
-    failures,
-    run_header,
-)
+from gdntune.search import Progress, failures, run_header
 from gdntune.store import ObjectSpec, Store, object_spec
 from gdntune.table import Table, save
 from gdntune.timing import Policy
+from gdntune.trials import CELL_GRACE_S, CHECK_EACH_S, CHECK_TIMEOUT_S, RETRIES
 
 # A peer's first call at a shape compiles, and the first of all imports its library.
 PROBE_TIMEOUT_S = 300.0

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,6 +20,7 @@ from gdntune.cli_common import (
     PartNames,
     Timer,
     config_of,
+    indices,
     print_json,
     refusing,
     target_of,
@@ -65,6 +66,12 @@ def sweep(
     ] = None,
     device: DeviceKind = None,
     index: Index = 0,
+    devices: Annotated[
+        str | None, typer.Option(help="CUDA devices that share the cells, as 0,1,2, instead of --index.")
+    ] = None,
+    executor: Annotated[
+        Literal["local", "ray"], typer.Option(help="Where cells are timed; ray: on all free devices of a Ray cluster.")
+    ] = "local",
     jobs: Jobs = None,
     timer: Timer = None,
     l2: L2 = None,
@@ -73,7 +80,8 @@ def sweep(
 ) -> None:
     """Compile, check and time every variant of a config; write journal, table and report to a folder.
 
-    A sweep that was stopped goes on where it ended. Variants that fail are counted; the exit code is 0 where a table was made, else 1.
+    Several devices share the cells; a cell's variants are all timed on one. A sweep that was stopped goes on where it ended. Variants
+    that fail are counted; the exit code is 0 where a table was made, else 1.
     """
     import msgspec
 
@@ -82,7 +90,8 @@ def sweep(
     from gdntune.store import Store
 
     wanted = config_of(config, part)
-    found = arch.detect(device or wanted.device, index)
+    shared = indices(devices, executor)
+    found = arch.detect(device or wanted.device, shared[0] if shared else index)
     folder = out or Path("results") / wanted.name
     changes = {name: value for name, value in (("timer", timer), ("l2", l2)) if value is not None}
     outcome = search.sweep(
@@ -90,6 +99,8 @@ def sweep(
         folder,
         device=found,
         index=index,
+        devices=shared,
+        executor=executor,
         store=Store(bundles=bundle or ()),
         jobs=jobs,
         policy=msgspec.structs.replace(wanted.policy, **changes),
@@ -242,8 +253,8 @@ def compile_(
     The exit code is 1 where one does not compile.
     """
     from gdntune.build import compile_objects
+    from gdntune.plan import plan_objects
     from gdntune.progress import progress
-    from gdntune.search import plan_objects
     from gdntune.store import Store, write_bundle
 
     wanted = config_of(config, part)

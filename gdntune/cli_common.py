@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from gdntune.errors import ConfigError, GdntuneError
+from gdntune.errors import ConfigError, GdntuneError, UnsupportedProblem
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,6 +63,22 @@ def refusing(function: F) -> F:
             raise typer.Exit(INTERRUPTED) from None
 
     return call  # type: ignore[return-value]
+
+
+def indices(text: str | None, executor: str) -> tuple[int, ...]:
+    """The device numbers of `--devices`; none where it was not given."""
+    if text is None:
+        return ()
+    if executor != "local":
+        raise UnsupportedProblem(
+            f"--devices with --executor {executor}: Ray says which devices there are; leave one out"
+        )
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+        raise UnsupportedProblem(
+            f"--devices {text!r}: accepted are device numbers by torch's numbering, each once, as 0,1,2"
+        )
+    return tuple(map(int, parts))
 
 
 def config_of(path: Path, parts: list[str] | None = None) -> "Config":

@@ -168,9 +168,9 @@ def table_validate(
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A sweep's folder, or its journal (.jsonl or .jsonl.xz).")],
     regret: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="How much slower than a cell's best a choice may be; as the sweep's config."),
-    ] = 0.01,
+        float | None,
+        typer.Option(min=0, max=1, help="How much slower than a cell's best a choice may be; by default as the sweep."),
+    ] = None,
     without: Annotated[
         list[str] | None,
         typer.Option(
@@ -208,7 +208,8 @@ def judge_(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="[TABLE] JOURNAL", help="A table and a journal; the journal alone with --hold-out or --share."
+            metavar="[TABLE] JOURNAL",
+            help="A table and a journal; the journal alone with --hold-out or --share, or where its sweep held cells out.",
         ),
     ],
     hold_out: Annotated[
@@ -226,28 +227,32 @@ def judge_(
     details: Annotated[bool, typer.Option("--cells", help="Print every cell.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Judge a table by another journal's samples: its regret and the default rule's, a cell and in all. Needs no device.
+    """Judge a table by another journal's samples, or a sweep's own by its held-out cells: its regret, a cell and in all. Needs no device.
+
+    Beside it stand the default rule's regret, and that of FlashInfer's thresholds applied to our variants.
 
     The exit code is 1 where a limit is given and the regret is above it, or a cell could not be judged.
     """
-    from gdntune import journal, judge, table
+    from gdntune import halving, journal, judge, table
     from gdntune.render.terminal import print_document
 
-    alone = hold_out is not None or share is not None
     if hold_out is not None and share is not None:
         raise UnsupportedProblem("--hold-out with --share: give one or the other")
-    if len(paths) != (1 if alone else 2):
+    if len(paths) > (1 if hold_out is not None or share is not None else 2):
         raise UnsupportedProblem(
-            f"{len(paths)} files: accepted are TABLE JOURNAL, or JOURNAL alone with --hold-out every-second or --share 0.25"
+            f"{len(paths)} files: accepted are TABLE JOURNAL, JOURNAL alone with --hold-out every-second or --share 0.25, or that of a "
+            "sweep with held-out cells"
         )
     run, records = journal.read(paths[-1])
     if share is not None:
-        cost = judge.cost(records, run, share)
-        found, document = cost.table, judge.cost_document(cost, str(paths[-1]))
+        cost = halving.cost(records, run, share)
+        found, document = cost.table, halving.cost_document(cost, str(paths[-1]))
         whole: Any = cost
     else:
         if hold_out:
             found = judge.hold_out_every_second(records, run)
+        elif len(paths) == 1:
+            found = judge.held_out(records, run)
         else:
             found = judge.judge(table.load(paths[0]), records, run, about=str(paths[0]))
         document = judge.judgement_document(found, str(paths[-1]))

@@ -17,6 +17,7 @@ from gdntune.errors import ConfigError, listed
 from gdntune.kernels.spec import Variant
 from gdntune.problem import MAX_TOKENS, Contract, Problem, contract_fault, problem_fault
 from gdntune.timing import Policy
+from gdntune.workload import Load, read_trace
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Name = Annotated[str, msgspec.Meta(pattern="^[a-z0-9][a-z0-9._-]*$")]
@@ -57,12 +58,26 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     V: Count = 128
 
 
+class HeldOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Cells that have no part in choosing: a batch size B of each contract, or of those with `tokens`, with a shard's heads."""
+
+    batch: Count
+    shards: Count = 1
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] | None = None
+
+
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How much a sweep spends on a cell.
 
     screen_rounds: samples of every variant in the first look. keep: leaders timed again. final_rounds: samples of each of them;
     200 is where a 1% difference of means decides. max_cell_seconds: a cell's timing ends here, with the rounds it has.
     regret: how much slower than a cell's best the chosen variant may be, where that saves an interval or a variant.
+    bisect: where neighbouring cells choose otherwise, cells between them are timed until their work units are within this ratio, as 1.1;
+    none where it is left out. extra_cells: how many a contract that adds at most.
+    held_out: cells that the table is judged at and that have no part in it: a number for each contract, spread between its smallest and
+    largest cell, or a list.
+    workload: the steps of a serving engine, or a CSV of them, a path from the config's folder: cells get final rounds by their share of
+    the steps, and the report says what a step saves.
     """
 
     screen_rounds: Count = 6
@@ -70,6 +85,10 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     final_rounds: Count = 200
     max_cell_seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0
     regret: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01
+    bisect: Annotated[float, msgspec.Meta(gt=1, le=16)] | None = None
+    extra_cells: Count = 16
+    held_out: Annotated[int, msgspec.Meta(ge=0, le=1000)] | tuple[HeldOut, ...] = 0
+    workload: Annotated[tuple[Load, ...], msgspec.Meta(min_length=1)] | str | None = None
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -200,7 +219,7 @@ def _hashed(value: Any) -> Any:
 
 
 def load(path: str | os.PathLike[str]) -> Config:
-    """The config in a YAML file; ConfigError names the file, the key's path, what stood there and what is accepted."""
+    """The config in a YAML file, with the steps of a workload's CSV; ConfigError names the file, the key's path, and what is accepted."""
     path = Path(path)
     try:
         data = path.read_bytes()
@@ -209,7 +228,12 @@ def load(path: str | os.PathLike[str]) -> Config:
         close = difflib.get_close_matches(path.stem, there, n=1)
         hint = f"; did you mean {path.with_name(close[0] + '.yaml')}?" if close else ""
         raise ConfigError(f"{path}: {e.strerror}{hint}; accepted is a YAML file such as configs/quickstart.yaml") from e
-    return parse(data, str(path))
+    config = parse(data, str(path))
+    trace = config.search.workload
+    if isinstance(trace, str):
+        search = msgspec.structs.replace(config.search, workload=read_trace(path.parent / trace))
+        config = msgspec.structs.replace(config, search=search)
+    return config
 
 
 def parse(data: bytes | str, source: str = "<config>") -> Config:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from gdntune import sol
 from gdntune.errors import JournalError, MeasurementError
 from gdntune.journal import Build, Cell, Check, Record, Run, Trial, digest
@@ -25,25 +27,32 @@ def derive(
     records: Sequence[Record],
     run: Run,
     *,
-    regret: float = TIE_SHARE,
+    regret: float | None = None,
     held_out: Collection[Problem] = (),
     default: DefaultRule | None = None,
     admits: Callable[[str], bool] | None = None,
 ) -> Table:
-    """The table of a sweep's records.
+    """The table of a sweep's records. With the header's own settings it is the sweep's.
 
     A variant may be chosen at a cell where its contract has a passed check and no failed one, it never crashed or hung at this
     contract, it has final samples at the cell, and their mean is within the larger of `regret` and 32 ns of the best such mean.
     Of all such choices the one with the fewest intervals is taken, then the fewest variants, then the least regret, then the
     simplest variants (those that the cells' trials name first). Between two cells that differ the boundary is their geometric mean.
-    Cells of `held_out` have no part in that; what the table loses there is in its evidence.
+    Cells of `held_out`, and those that the journal marks as such, have no part in that; what the table loses there is in its evidence.
 
+    regret: by default the header's, else 1%.
     default: the default rule, whose variant is replaced only beyond a tie: of choices with equally few intervals and variants the
     one is taken that leaves it at the fewest of the cells where its mean ties with the best. It comes after the intervals, since the
-    rule has steps of its own, and a table that followed each of its ties would be cut at all of them.
+    rule has steps of its own, and a table that followed each of its ties would be cut at all of them. By default what the rule chose
+    when the cells were timed, where the header says that this counts.
     admits: by a variant's id; the others count as never timed, also where a cell's best is sought.
     Raises JournalError where no cell has such a variant, MeasurementError for a time that cannot be true.
     """
+    if regret is None:
+        regret = TIE_SHARE if run.regret is msgspec.UNSET else run.regret
+    if default is None and run.keeps_default is True:
+        default = noted_defaults(records)
+    held_out = {*held_out, *marked(records)}
     timed = timed_cells(records, admits)
     judged = [c for c in timed if c.problem in held_out]
     by_contract = by_work_units(c for c in timed if c.problem not in held_out)
@@ -81,10 +90,30 @@ def derive(
             regret_mean=round(math.fsum(losses) / len(losses), 6),
             held_out_cells=len(held),
             held_out_regret_max=max(held, default=None),
+            held_out_regret_mean=round(math.fsum(held) / len(held), 6) if held else msgspec.UNSET,
         ),
         variants={name: TableVariant(v.kernel, v.knobs) for name, v in sorted(variants.items())},
         rules=tuple(rules),
     )
+
+
+def marked(records: Iterable[Record], purpose: Literal["bisection", "held-out"] = "held-out") -> list[Problem]:
+    """The problems that a journal's cells mark as timed for a purpose, each once."""
+    return list(dict.fromkeys(r.problem for r in records if isinstance(r, Cell) and r.purpose == purpose))
+
+
+def noted_defaults(records: Iterable[Record]) -> DefaultRule:
+    """What the default rule chose at a journal's cells when they were timed; an empty id where it chose none, or elsewhere."""
+    found: dict[tuple[Contract, int], str] = {}
+    for r in records:
+        if isinstance(r, Cell) and isinstance(r.default_variant, str):
+            found[r.problem.contract, r.problem.work_units] = r.default_variant
+    return lambda contract, work_units: found.get((contract, work_units), "")
+
+
+def beyond(best_us: float, regret: float, limit: float = TIE_SHARE) -> bool:
+    """Whether a regret is more than the larger of a share and the clock's step."""
+    return regret * best_us > max(limit * best_us, CUPTI_STEP_US) + 1e-6
 
 
 def choose(cells: Sequence[Mapping[str, float]], rank: Mapping[str, int], kept: Sequence[str | None] = ()) -> list[str]:
@@ -146,7 +175,7 @@ class Timed(NamedTuple):
     """A cell's usable times, in microseconds; its variants passed their check.
 
     finals: of the leaders, which decide. screens: the first look's samples of all variants, a round each. order: the decode
-    variants as the trials name them, the simplest first.
+    variants as the trials name them, the simplest first. known: those that are usable here, by id.
     """
 
     problem: Problem
@@ -154,10 +183,15 @@ class Timed(NamedTuple):
     screens: Mapping[str, Sequence[float]]
     floor: Stats | None
     order: tuple[str, ...]
+    known: Mapping[str, Variant] = {}
 
     @property
     def work_units(self) -> int:
         return self.problem.work_units
+
+    def variants(self) -> list[Variant]:
+        """The variants with times here, the simplest first."""
+        return [self.known[name] for name in self.order if name in self.known]
 
     @property
     def best_us(self) -> float:
@@ -259,7 +293,8 @@ def _timed(problem: Problem, trials: Iterable[Trial], checked: Collection[str]) 
     for wanted in ("final", "screen"):
         found = [summary(t.samples_us) for (role, stage, _), t in usable.items() if (role, stage) == ("floor", wanted)]
         floor = floor or min(found, key=lambda s: s.median_us, default=None)
-    return Timed(problem, finals, screens, floor, tuple(order))
+    known = {name: t.variant for (role, _, name), t in usable.items() if role == "decode" and name in checked}
+    return Timed(problem, finals, screens, floor, tuple(order), known)
 
 
 def _ranks(cells: Iterable[Timed]) -> dict[str, int]:

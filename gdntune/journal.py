@@ -20,6 +20,7 @@ from gdntune.arch import Device
 from gdntune.errors import JournalError, Locked, listed
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
+from gdntune.workload import Load
 
 FILE = "journal.jsonl"
 LOCK = ".lock"
@@ -38,6 +39,8 @@ class Run(_Record, frozen=True, kw_only=True):
 
     config: its name. software: versions by name. policy: `timer` and `l2` as resolved. kernels: fingerprints by kernel.
     peaks: the DRAM's peak, GB/s, by source (`datasheet`, `nvml`, `measured`). started: ISO 8601, UTC.
+    workload: the steps that the cells' rounds were weighed by, absent where there was none.
+    regret, keeps_default: how its table is derived, see `derive.derive`; absent where an older version wrote.
     """
 
     schema: Literal["gdntune.journal/1"] = "gdntune.journal/1"
@@ -50,6 +53,9 @@ class Run(_Record, frozen=True, kw_only=True):
     peaks: dict[str, float] = {}
     started: str
     command: str = ""
+    workload: tuple[Load, ...] | msgspec.UnsetType = msgspec.UNSET
+    regret: float | msgspec.UnsetType = msgspec.UNSET
+    keeps_default: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Build(_Record, frozen=True, kw_only=True):
@@ -99,6 +105,8 @@ class Cell(_Record, frozen=True, kw_only=True):
 
     stop: which condition ended it. clocks_before, clocks_after: as read by NVML, empty where there is none.
     default_variant: what the kernel's default rule chose here when it was timed; absent where it chose none, or an older version wrote.
+    purpose: why it was timed where it is no cell of the config: `bisection` of a crossover, or `held-out`, which has no part in choosing.
+    timed_on: the device, where several shared the sweep.
     """
 
     problem: Problem
@@ -109,6 +117,8 @@ class Cell(_Record, frozen=True, kw_only=True):
     clocks_before: dict[str, Any] = {}
     clocks_after: dict[str, Any] = {}
     default_variant: str | msgspec.UnsetType = msgspec.UNSET
+    purpose: Literal["bisection", "held-out"] | msgspec.UnsetType = msgspec.UNSET
+    timed_on: str | msgspec.UnsetType = msgspec.UNSET
 
 
 Record = Build | Check | Trial | Cell

@@ -4,25 +4,22 @@ import fnmatch
 import math
 import os
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from gdntune import journal, kernels
+from gdntune import journal, kernels, thresholds
 from gdntune.arch import Device
-from gdntune.derive import Timed, by_work_units, derive, passes, timed_cells
+from gdntune.derive import Timed, beyond, by_work_units, derive, marked, passes, timed_cells
 from gdntune.errors import GdntuneError, UnsupportedProblem
 from gdntune.journal import Record, Run, Trial
 from gdntune.problem import Contract, Problem
 from gdntune.render.document import Block, Bullets, Document, Grid, Section, Text
 from gdntune.table import TUNING, Table
-from gdntune.timing import CUPTI_STEP_US, TIE_SHARE
 
 # Cells that a printed judgement shows, those with the largest regret.
 WORST = 10
-# Variants that successive halving ends with; they share what is left of the budget.
-LEADERS = 2
 
 Basis = Literal["final", "screen", "none"]
 
@@ -41,13 +38,14 @@ class Replayed(NamedTuple):
 def replay(
     path: str | os.PathLike[str],
     *,
-    regret: float = TIE_SHARE,
+    regret: float | None = None,
     without: Sequence[str] = (),
     keep_default: bool = False,
 ) -> Replayed:
-    """The table that a journal gives, by file or folder; with a sweep's own `regret` the table that it wrote.
+    """The table that a journal gives, by file or folder: that which its sweep wrote.
 
-    without: patterns of variants' ids that are taken as never timed. keep_default: a tie leaves the default rule's variant.
+    regret: instead of the header's; journals of older versions have none, and 1% counts. without: patterns of variants' ids that are
+    taken as never timed. keep_default: a tie leaves the default rule's variant as installed, also where the header says otherwise.
     UnsupportedProblem for a pattern that fits no variant, JournalError where no cell keeps a choice.
     """
     run, records = journal.read(path)
@@ -63,7 +61,7 @@ def replay(
     def admits(name: str) -> bool:
         return not any(fnmatch.fnmatchcase(name, pattern) for pattern in without)
 
-    rule = (lambda contract, work_units: _default(contract, work_units, run.device) or "") if keep_default else None
+    rule = (lambda contract, work_units: default_id(contract, work_units, run.device) or "") if keep_default else None
     table = derive(records, run, regret=regret, default=rule, admits=admits if without else None)
     notes = []
     if without:
@@ -88,8 +86,11 @@ class Choice(msgspec.Struct, frozen=True):
     basis: Basis
 
 
+NOT_TIMED = Choice(None, None, "none")
+
+
 class JudgedCell(msgspec.Struct, frozen=True):
-    """A cell of the journal: its best variant with its mean, the table's choice, and the default rule's."""
+    """A cell of the journal: its best variant with its mean, and what the table, the default rule and FlashInfer's thresholds choose."""
 
     contract: str
     work_units: int
@@ -97,6 +98,7 @@ class JudgedCell(msgspec.Struct, frozen=True):
     best_us: float
     table: Choice
     default: Choice
+    flashinfer: Choice = NOT_TIMED
 
 
 class Total(msgspec.Struct, frozen=True):
@@ -111,22 +113,21 @@ class Total(msgspec.Struct, frozen=True):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """A table, or what was derived, judged on a journal's cells. `about` says which table, and on what."""
+    """A table, or what was derived, judged on a journal's cells. `about` says which table, and on what.
+
+    flashinfer: of our variants those that are nearest to what FlashInfer's thresholds name, see `thresholds`.
+    """
 
     about: str
     table: Total
     default: Total
+    flashinfer: Total
     cells: tuple[JudgedCell, ...]
     notes: tuple[str, ...] = ()
 
     def above(self, limit: float) -> list[JudgedCell]:
         """The cells whose regret is above the larger of `limit` and 32 ns, or that could not be judged."""
         return [c for c in self.cells if c.table.regret is None or beyond(c.best_us, c.table.regret, limit)]
-
-
-def beyond(best_us: float, regret: float, limit: float = TIE_SHARE) -> bool:
-    """Whether a regret is more than the larger of a share and the clock's step."""
-    return regret * best_us > max(limit * best_us, CUPTI_STEP_US) + 1e-6
 
 
 def judge(
@@ -143,25 +144,46 @@ def judge(
     for contract, timed in sorted(by_work_units(cells).items()):
         at = _rule(table, contract, run.device)
         for cell in timed:
-            default = _default(contract, cell.work_units, run.device)
+            default = default_id(contract, cell.work_units, run.device)
             found.append(
                 JudgedCell(
                     contract=contract.key(),
                     work_units=cell.work_units,
                     best=cell.best,
                     best_us=round(cell.best_us, 3),
-                    table=_judged(cell, at(cell.work_units) or default),
-                    default=_judged(cell, default),
+                    table=judged(cell, at(cell.work_units) or default),
+                    default=judged(cell, default),
+                    flashinfer=judged(cell, flashinfers(cell, run.device)),
                 )
             )
     if not found:
         raise UnsupportedProblem("no cell to judge on: accepted are journals with final samples of checked variants")
-    return Judgement(about, total(found, "table"), total(found, "default"), tuple(found), tuple(_notes(table, run)))
+    return judgement(about, found, _notes(table, run))
 
 
-def total(cells: Sequence[JudgedCell], whose: Literal["table", "default"]) -> Total:
-    """Mean and largest regret of the table's or the default rule's choices."""
-    pairs = [(cell.best_us, getattr(cell, whose)) for cell in cells]
+def held_out(records: Sequence[Record], run: Run) -> Judgement:
+    """A journal's own table, judged at the cells that its sweep held out; UnsupportedProblem where it has none."""
+    aside = set(marked(records))
+    if not aside:
+        raise UnsupportedProblem(
+            "the journal has no held-out cells: accepted are one of a config with search.held_out, TABLE JOURNAL, or --hold-out "
+            "every-second"
+        )
+    return judge(derive(records, run), records, run, only=aside, about="the table at the sweep's held-out cells")
+
+
+def judgement(about: str, found: Sequence[JudgedCell], notes: Sequence[str] = ()) -> Judgement:
+    """Judged cells with their totals."""
+    return Judgement(
+        about, total(found, "table"), total(found, "default"), total(found, "flashinfer"), tuple(found), tuple(notes)
+    )
+
+
+def total(cells: Sequence[JudgedCell], whose: Literal["table", "default", "flashinfer"]) -> Total:
+    """Mean and largest regret of one rule's choices, at the cells where it has one."""
+    pairs: list[tuple[float, Choice]] = [(cell.best_us, getattr(cell, whose)) for cell in cells]
+    if whose == "flashinfer":
+        pairs = [(best_us, c) for best_us, c in pairs if c.variant is not None]
     losses = [(best_us, c.regret) for best_us, c in pairs if c.regret is not None]
     return Total(
         cells=len(pairs),
@@ -173,7 +195,13 @@ def total(cells: Sequence[JudgedCell], whose: Literal["table", "default"]) -> To
     )
 
 
-def _judged(cell: Timed, name: str | None) -> Choice:
+def flashinfers(cell: Timed, device: Device) -> str | None:
+    """Of the variants that were timed at a cell the one that FlashInfer's thresholds come nearest to."""
+    return thresholds.nearest(cell.problem.contract, cell.work_units, device.sm_count, cell.variants())
+
+
+def judged(cell: Timed, name: str | None) -> Choice:
+    """A choice at a cell with what it loses there."""
     found = cell.judged(name) if name is not None else None
     return Choice(name, None, "none") if found is None else Choice(name, round(found[0], 6), found[1])
 
@@ -195,7 +223,8 @@ def _serves(table: Table, name: str, contract: Contract, device: Device) -> bool
         return False
 
 
-def _default(contract: Contract, work_units: int, device: Device) -> str | None:
+def default_id(contract: Contract, work_units: int, device: Device) -> str | None:
+    """The default rule's choice as it is installed; None where it has none."""
     try:
         return kernels.default(contract, work_units, device).id
     except GdntuneError:
@@ -225,7 +254,8 @@ def hold_out_every_second(records: Sequence[Record], run: Run) -> Judgement:
     out; then the same with the other half. The first and the last cell always stay, so that nothing is judged beyond what was tuned.
     The tables have half the cells that the sweep's has, so they lose more in between than the sweep's own does.
     """
-    cells = by_work_units(timed_cells(records))
+    aside = set(marked(records))
+    cells = by_work_units(c for c in timed_cells(records) if c.problem not in aside)
     found: list[JudgedCell] = []
     for parity in (1, 0):
         held = {
@@ -234,148 +264,14 @@ def hold_out_every_second(records: Sequence[Record], run: Run) -> Judgement:
             for i, cell in enumerate(timed)
             if 0 < i < len(timed) - 1 and i % 2 == parity
         }
-        problems = {p for p in passes(records) if (p.contract, p.work_units) in held}
+        problems = {p for p in passes(records) if p not in aside and (p.contract, p.work_units) in held}
         if problems:
             table = derive(records, run, held_out=problems)
             found += judge(table, records, run, only=problems).cells
     if not found:
         raise UnsupportedProblem("no contract has three cells or more: every second one cannot be held out")
     found.sort(key=lambda c: (c.contract, c.work_units))
-    about = "tables derived from every second work unit, judged on those between"
-    return Judgement(about, total(found, "table"), total(found, "default"), tuple(found))
-
-
-# -- cost
-
-
-class Halved(NamedTuple):
-    """Successive halving over given samples. leaders: best first. used: the samples drawn of each variant, in order."""
-
-    leaders: list[str]
-    used: dict[str, list[float]]
-
-    @property
-    def spent(self) -> int:
-        """Samples drawn."""
-        return sum(map(len, self.used.values()))
-
-
-def halving(samples: Mapping[str, Sequence[float]], budget: int, leaders: int = LEADERS) -> Halved:
-    """Successive halving: draws each variant's samples in their order, as a sweep with that budget would have taken them.
-
-    All variants get a sample; the better half by median goes on, with an equal share of what is left for each halving, one sample
-    at least, and so on to the leaders, who share the rest. A variant gives no more than it has. One sample of each is always drawn.
-    """
-    names = list(samples)
-    used = {name: list(samples[name][:1]) for name in names}
-    spent = sum(map(len, used.values()))
-    halvings = math.ceil(math.log2(max(1.0, len(names) / leaders)))
-    for left in range(max(halvings, 1), 0, -1):
-        names = sorted(names, key=lambda name: _median(used[name]))[: max(leaders, math.ceil(len(names) / 2))]
-        # To halve twice on the same single sample keeps whom an outlier favours: 10% of regret at some cells of an H100.
-        each = max((budget - spent) // left // len(names), 1) if spent + len(names) <= budget else 0
-        for name in names:
-            more = samples[name][len(used[name]) : len(used[name]) + each]
-            used[name] += more
-            spent += len(more)
-    return Halved(sorted(names, key=lambda name: _mean(used[name])), used)
-
-
-def _median(samples: Sequence[float]) -> float:
-    return statistics.median(samples) if samples else math.inf
-
-
-def _mean(samples: Sequence[float]) -> float:
-    return statistics.fmean(samples) if samples else math.inf
-
-
-class Cost(msgspec.Struct, frozen=True):
-    """What fewer samples would have chosen. `all_samples`: the same judgement of all that could have been drawn.
-
-    cells: each cell's winner of the halving. table: the table derived from the halving's samples. Judged on samples kept apart.
-    """
-
-    share: float
-    samples: int
-    drawn: int
-    cells: Judgement
-    table: Judgement
-    all_samples_cells: Judgement
-    all_samples_table: Judgement
-
-
-def cost(records: Sequence[Record], run: Run, share: float = 0.25) -> Cost:
-    """Successive halving replayed on a journal with a share of each cell's decode samples, judged on samples apart.
-
-    Of each leader's final samples the second half is kept apart to judge by, and the halving draws from the screen and the first
-    half. Variants that the sweep did not bring to the end have their screen alone to draw.
-    """
-    if not 0 < share <= 1:
-        raise UnsupportedProblem(f"a share of {share} of the samples: accepted are numbers above 0, to 1")
-    early = _with_finals(records, lambda samples: samples[: len(samples) // 2])
-    late = _with_finals(records, lambda samples: samples[len(samples) // 2 :])
-    counted: dict[Problem, dict[str, list[float]]] = {}
-    samples = 0
-    for problem, trials in passes(early).items():
-        for trial in trials:
-            if trial.role == "decode" and trial.status == "ok":
-                counted.setdefault(problem, {}).setdefault(trial.variant.id, []).extend(trial.samples_us)
-    budgets: dict[Problem, int] = {}
-    for problem, trials in passes(records).items():
-        budgets[problem] = sum(len(t.samples_us) for t in trials if t.role == "decode" and t.status == "ok")
-        samples += budgets[problem]
-    halved = {p: halving(found, int(share * budgets[p])) for p, found in counted.items()}
-    judged = {c.problem: c for c in timed_cells(late)}
-    whole = {c.problem: c.best for c in timed_cells(early)}
-
-    def by_cell(choices: Mapping[Problem, str], about: str) -> Judgement:
-        found = [
-            JudgedCell(
-                contract=p.contract.key(),
-                work_units=p.work_units,
-                best=cell.best,
-                best_us=round(cell.best_us, 3),
-                table=_judged(cell, choices.get(p)),
-                default=_judged(cell, _default(p.contract, p.work_units, run.device)),
-            )
-            for p, cell in sorted(judged.items())
-        ]
-        return Judgement(about, total(found, "table"), total(found, "default"), tuple(found))
-
-    thin = derive(_with_halved(early, halved), run)
-    some = f"{share:.0%} of the samples, by successive halving"
-    return Cost(
-        share=share,
-        samples=samples,
-        drawn=sum(h.spent for h in halved.values()),
-        cells=by_cell({p: h.leaders[0] for p, h in halved.items()}, f"each cell's winner from {some}"),
-        table=judge(thin, late, run, about=f"the table from {some}"),
-        all_samples_cells=by_cell(whole, "each cell's winner from all samples but those judged by"),
-        all_samples_table=judge(derive(early, run), late, run, about="the table from all samples but those judged by"),
-    )
-
-
-def _with_finals(records: Iterable[Record], part: Callable[[list[float]], list[float]]) -> list[Record]:
-    """The records with a part of each final trial's samples."""
-    return [
-        msgspec.structs.replace(r, samples_us=part(r.samples_us)) if isinstance(r, Trial) and r.stage == "final" else r
-        for r in records
-    ]
-
-
-def _with_halved(records: Iterable[Record], halved: Mapping[Problem, Halved]) -> list[Record]:
-    """The records as a sweep by successive halving would have left them: what each variant drew, and finals of the leaders alone."""
-    found: list[Record] = []
-    for r in records:
-        if not isinstance(r, Trial) or r.role != "decode" or r.status != "ok" or r.problem not in halved:
-            found.append(r)
-        elif r.stage == "screen":
-            h = halved[r.problem]
-            screened = msgspec.structs.replace(r, samples_us=h.used[r.variant.id])
-            found.append(screened)
-            if r.variant.id in h.leaders:
-                found.append(msgspec.structs.replace(screened, stage="final"))
-    return found
+    return judgement("tables derived from every second work unit, judged on those between", found)
 
 
 # -- what is printed
@@ -400,7 +296,8 @@ def judgement_document(found: Judgement, source: str) -> Document:
     rows.append(("all", *_total_row(found.cells)))
     worst = sorted(found.cells, key=lambda c: -(c.table.regret if c.table.regret is not None else math.inf))
     blocks: list[Block] = [
-        Text(f"Regret of {found.about} and of the default rule, in % of the best mean at each cell."),
+        Text(f"Regret of {found.about}, in % of the best mean at each cell."),
+        Grid("", ("choices", "cells", "mean", "max", "beyond tie"), tuple(_rules(found))),
         Bullets((*_caveats(found), *found.notes)),
         Grid("", ("contract", "cells", "mean", "max", "beyond tie", "default: mean", "max", "beyond tie"), tuple(rows)),
     ]
@@ -414,23 +311,25 @@ def judgement_document(found: Judgement, source: str) -> Document:
     )
 
 
-def cost_document(found: Cost, source: str) -> Document:
-    """What fewer samples would have chosen, beside what all of them choose."""
-    rows = tuple(
-        (j.about, str(j.table.cells), str(j.table.screened), *_losses(j.table))
-        for j in (found.cells, found.all_samples_cells, found.table, found.all_samples_table)
-    )
-    text = (
-        f"Successive halving would have drawn {found.drawn} of {found.samples} decode samples "
-        f"({found.drawn / found.samples:.1%}). Regret in %, on the second half of the final samples, which none of these saw."
-    )
-    grid = Grid("", ("choices", "cells", "by screen", "mean", "max", "beyond tie"), rows)
-    return Document(source, (Section("Summary", (Text(text), grid)),))
+def _rules(found: Judgement) -> Iterator[tuple[str, ...]]:
+    """A row for each rule that chose."""
+    yield ("the table", str(found.table.judged), *losses(found.table))
+    yield ("the default rule", str(found.default.judged), *losses(found.default))
+    if found.flashinfer.cells:
+        yield ("FlashInfer's thresholds", str(found.flashinfer.judged), *losses(found.flashinfer))
 
 
 def _caveats(found: Judgement) -> list[str]:
     said = ["beyond tie: cells whose regret is above the larger of 1% and 32 ns"]
-    for whose, t in (("the table's choice", found.table), ("the default rule's", found.default)):
+    if found.flashinfer.cells:
+        said.append(
+            "FlashInfer's thresholds: of the variants timed here the one nearest to the knobs that FlashInfer 0.7.2 would take"
+        )
+    for whose, t in (
+        ("the table's choice", found.table),
+        ("the default rule's", found.default),
+        ("that of FlashInfer's thresholds", found.flashinfer),
+    ):
         if t.screened:
             said.append(f"{t.screened} cells where {whose} was no leader are judged by the screen's few samples")
         if t.judged < t.cells:
@@ -439,10 +338,11 @@ def _caveats(found: Judgement) -> list[str]:
 
 
 def _total_row(cells: Sequence[JudgedCell]) -> tuple[str, ...]:
-    return (str(len(cells)), *_losses(total(cells, "table")), *_losses(total(cells, "default")))
+    return (str(len(cells)), *losses(total(cells, "table")), *losses(total(cells, "default")))
 
 
-def _losses(t: Total) -> tuple[str, str, str]:
+def losses(t: Total) -> tuple[str, str, str]:
+    """Mean and largest regret in %, and how many are beyond a tie."""
     return (_percent(t.regret_mean), _percent(t.regret_max), str(t.beyond_tie))
 
 
@@ -456,10 +356,12 @@ def _cells_grid(cells: Sequence[JudgedCell]) -> Grid:
             _percent(c.table.regret),
             c.table.basis,
             _percent(c.default.regret),
+            _percent(c.flashinfer.regret),
         )
         for c in cells
     )
-    return Grid("", ("contract", "choice", "work units", "best us", "regret %", "by", "default %"), rows, left=2)
+    headers = ("contract", "choice", "work units", "best us", "regret %", "by", "default %", "FlashInfer's %")
+    return Grid("", headers, rows, left=2)
 
 
 def _percent(share: float | None) -> str:

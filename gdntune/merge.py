@@ -156,8 +156,17 @@ def _origin(a: Table, b: Table, rules: list[Rule]) -> Origin:
         regret_mean=round(math.fsum(losses) / len(losses), 6) if losses else 0.0,
         held_out_cells=sum(s.held_out_cells for s in sources),
         held_out_regret_max=max(held, default=None),
+        held_out_regret_mean=_held_out_mean(sources),
         sources=tuple(sources),
     )
+
+
+def _held_out_mean(sources: list[Origin]) -> float | msgspec.UnsetType:
+    """Over the held-out cells of all sources that have a mean; unset where none has."""
+    means = [(s.held_out_cells, s.held_out_regret_mean) for s in sources]
+    known = [(n, mean) for n, mean in means if isinstance(mean, float)]
+    cells = sum(n for n, _ in known)
+    return round(math.fsum(n * mean for n, mean in known) / cells, 6) if cells else msgspec.UNSET
 
 
 def _sha256(hashes: Iterator[str]) -> str:

@@ -3,11 +3,16 @@
 import contextlib
 import multiprocessing
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 # Never fork: the caller may hold a CUDA context, and threads that hold locks.
 SPAWN = multiprocessing.get_context("spawn")
+
+# What hides the main module now, over all threads, and what the first of them took from it.
+_HIDING = threading.Lock()
+_HIDDEN: list[dict[str, object]] = []
 
 
 @contextlib.contextmanager
@@ -15,16 +20,22 @@ def hidden_main() -> Iterator[None]:
     """While workers start, hides the caller's main module from them.
 
     A spawned process imports the main module again, to find what was defined there. Workers need nothing of it, and a script without
-    `if __name__ == "__main__"`, an engine's for instance, would run once more in each.
+    `if __name__ == "__main__"`, an engine's for instance, would run once more in each. May be entered by several threads at a time:
+    the module is back when the last of them has left.
     """
     main = sys.modules["__main__"]
-    kept: dict[str, object] = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__}
-    main.__dict__.pop("__file__", None)
-    main.__spec__ = None
+    with _HIDING:
+        _HIDDEN.append({name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__})
+        main.__dict__.pop("__file__", None)
+        main.__spec__ = None
     try:
         yield
     finally:
-        main.__dict__.update(kept)
+        with _HIDING:
+            # the first one's is what was there; a later one's, what the first had left
+            last = _HIDDEN.pop()
+            if not _HIDDEN:
+                main.__dict__.update(last)
 
 
 def free_memory() -> int | None:

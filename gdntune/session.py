@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from gdntune import kernels, sol
-from gdntune.arch import Clocks, Device, clocks, throttled
+from gdntune.arch import Clocks, Device, clocks, detect, software, throttled
 from gdntune.check import Checker
 from gdntune.config import Search
 from gdntune.errors import MeasurementError, UnsupportedProblem
@@ -328,6 +328,20 @@ def resolve_task(start: Start, measure: bool) -> tuple[Policy, str | None, dict[
     """The policy as it is in force, its note, and, where asked for, the measured peaks."""
     session = current(start)
     return session.timer.policy, session.timer.note, session.peaks() if measure else {}
+
+
+def identity(device: Device) -> dict[str, str]:
+    """What must be equal for two processes to share a sweep, by name: device, software, kernels' code."""
+    return {
+        "device": f"{device.name}, {device.arch}, {device.sm_count} SMs, {device.l2_bytes} bytes of L2",
+        **software(),
+        **{f"code of {name}": code for name, code in kernels.fingerprints(device.kind).items()},
+    }
+
+
+def identity_task(start: Start) -> dict[str, str]:
+    """The identity of this process."""
+    return identity(detect(start.device.kind, start.index))
 
 
 def check_task(

@@ -83,7 +83,8 @@ class TableVariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a table comes from. failures: by kind of record. regret_max, regret_mean: over the measured cells, shares.
 
-    held_out_*: at cells that were timed but had no part in the choice; `held_out_cells` of 0: none were.
+    held_out_*: at cells that were timed but had no part in the choice; `held_out_cells` of 0: none were. held_out_regret_mean: absent
+    where there is none, or an older version wrote.
     sources: of a merged table, what each was; its own trials and failures are their sums, its cells and regrets those of the rules
     that it has, its journal_sha256 the SHA-256 of theirs, a line each.
     """
@@ -99,6 +100,7 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     regret_mean: float
     held_out_cells: int = 0
     held_out_regret_max: float | None = None
+    held_out_regret_mean: float | msgspec.UnsetType = msgspec.UNSET
     # Left out of the JSON where it is unset, so that a sweep's table stays what it was before there were merged ones.
     sources: tuple["Origin", ...] | msgspec.UnsetType = msgspec.UNSET
 

@@ -238,6 +238,49 @@ def test_held_out_cells_are_judged_by_the_screen_too():
     assert (t.evidence.held_out_cells, t.evidence.held_out_regret_max) == (1, 0.5)
 
 
+def test_cells_that_the_journal_marks_are_held_out():
+    """A sweep's own held-out cells need no one to name them; bisection's have a part in choosing. The mean is in the evidence."""
+
+    def marked(work_units, purpose, **means):
+        return [*cell(work_units, **means)[:-1], Cell(problem=problem(work_units), status="ok", purpose=purpose)]
+
+    records = [
+        *checks(),
+        *cell(8, a=1, b=2),
+        *marked(10, "held-out", a=1, b=2),
+        *marked(16, "held-out", a=2.5, b=2),
+        *cell(32, a=1, b=2),
+    ]
+    t = derive(records, RUN)
+    assert [(i.first, i.last, i.variant) for i in t.rules[0].intervals] == [(1, None, "a")]
+    e = t.evidence
+    assert (e.cells, e.held_out_cells, e.held_out_regret_max, e.held_out_regret_mean) == (2, 2, 0.25, 0.125)
+    t = derive([*records, *marked(20, "bisection", a=2.5, b=2)], RUN)
+    assert [i.variant for i in t.rules[0].intervals] == ["a", "b", "a"]
+
+
+def test_tables_without_held_out_cells_have_no_mean():
+    """A table of a journal from before there were means is the same to the byte: the key is left out."""
+    t = derive([*checks(), *cell(8, a=1)], RUN)
+    assert "held_out_regret_mean" not in msgspec.json.encode(t).decode()
+
+
+def test_the_header_says_how_a_table_is_derived():
+    """A header's regret and default count where the caller gives none; a header of an older version has neither."""
+    records = [*checks(), *cell(8, a=100, b=105), *cell(16, a=105, b=100)]
+    wide = msgspec.structs.replace(RUN, regret=0.1)
+    assert len(derive(records, RUN).rules[0].intervals) == 2
+    assert len(derive(records, wide).rules[0].intervals) == 1
+    assert len(derive(records, wide, regret=0.01).rules[0].intervals) == 2
+    tied = [*checks(), *cell(8, a=100, b=100.5)[:-1], Cell(problem=problem(8), status="ok", default_variant="b")]
+    assert set(derive(tied, RUN).variants) == {"a"}
+    assert set(derive(tied, msgspec.structs.replace(RUN, keeps_default=False)).variants) == {"a"}
+    kept = msgspec.structs.replace(RUN, keeps_default=True)
+    assert set(derive(tied, kept).variants) == {"b"}
+    assert set(derive(tied, kept, default=lambda c, w: "a").variants) == {"a"}
+    assert set(derive([*tied[:-1], Cell(problem=problem(8), status="ok")], kept).variants) == {"a"}
+
+
 def test_a_tie_leaves_the_default():
     """Of equally few intervals and variants that with the default rule's variant wins, though its mean is a little worse."""
     records = [*checks(), *cell(8, a=100, b=100.5), *cell(16, a=100, b=100.9)]

@@ -9,7 +9,7 @@ import synthetic
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdntune import derive, judge, kernels, merge, table
+from gdntune import derive, halving, judge, kernels, merge, table
 from gdntune.arch import target
 from gdntune.errors import JournalError, UnsupportedProblem
 from gdntune.journal import Cell, Check, Journal, Trial
@@ -114,6 +114,20 @@ def test_replay_keeps_the_default(tmp_path, default_is):
     assert set(judge.replay(tmp_path, keep_default=True).table.variants) == {"b"}
 
 
+def test_replay_has_the_headers_settings(tmp_path, default_is):
+    """A journal that says how its table was derived gives it without being told; the default rule is that of the sweep's day."""
+    header = synthetic.run(regret=0.2, keeps_default=True)
+    noted = [
+        msgspec.structs.replace(r, default_variant="b") if isinstance(r, Cell) else r
+        for r in cell(8, a=10, b=10.05, c=11.5)
+    ]
+    synthetic.write(tmp_path, header, [*checks(), *noted, *cell(64, a=13, b=13, c=11.5)])
+    default_is("c")
+    assert set(judge.replay(tmp_path).table.variants) == {"b"}
+    assert set(judge.replay(tmp_path, keep_default=True).table.variants) == {"c"}
+    assert set(judge.replay(tmp_path, regret=0.01).table.variants) == {"b", "c"}
+
+
 # -- judge
 
 
@@ -215,6 +229,36 @@ def test_every_second_is_held_out(default_is):
         judge.hold_out_every_second([*checks(), *cell(8, a=1), *cell(16, a=1)], HEADER)
 
 
+def test_a_sweeps_own_held_out_cells(default_is):
+    """A journal with marked cells is judged there alone, by its own table; one without says what else is accepted."""
+    default_is("b")
+    aside = [*cell(16, a=12, b=10)[:-1], Cell(problem=problem(16), status="ok", purpose="held-out")]
+    records = [*checks(), *cell(8, a=10, b=12), *cell(64, a=10, b=12), *aside]
+    found = judge.held_out(records, HEADER)
+    assert [(c.work_units, c.table.variant, c.table.regret, c.default.regret) for c in found.cells] == [
+        (16, "a", 0.2, 0)
+    ]
+    assert found.flashinfer.cells == 0
+    with pytest.raises(
+        UnsupportedProblem, match="no held-out cells: accepted are one of a config with search.held_out"
+    ):
+        judge.held_out([*checks(), *cell(8, a=1)], HEADER)
+    # they have no part in the tables of every second cell either
+    rest = judge.hold_out_every_second([*records, *cell(32, a=10, b=11)], HEADER)
+    assert {c.work_units for c in rest.cells} == {32}
+
+
+def test_flashinfers_thresholds_are_judged(h100):
+    """Beside the default rule stands what FlashInfer's thresholds would take of our variants: GDN's cells, and no KDA."""
+    _, run, records = h100
+    found = judge.judge(derive.derive(records, run), records, run)
+    assert found.flashinfer.cells == found.table.cells
+    assert all(c.flashinfer.variant.startswith("recurrent.") for c in found.cells)
+    assert found.flashinfer.regret_mean > found.table.regret_mean
+    rows = judge.judgement_document(found, "a journal").sections[0].blocks[1].rows
+    assert [r[0] for r in rows] == ["the table", "the default rule", "FlashInfer's thresholds"]
+
+
 def test_held_out_on_the_published_sweep(h100):
     """All inner cells are judged once, the total is theirs, and the tables lose less than the default rule."""
     _, run, records = h100
@@ -236,10 +280,10 @@ def test_held_out_on_the_published_sweep(h100):
 )
 def test_halving_keeps_to_its_budget(samples, budget):
     """It draws from the front, at least one of each and no more than the budget beyond that; leaders have the most samples."""
-    found = judge.halving(samples, budget)
+    found = halving.halving(samples, budget)
     assert all(drawn == samples[name][: len(drawn)] and drawn for name, drawn in found.used.items())
     assert found.spent <= max(budget, len(samples))
-    assert len(found.leaders) == min(len(samples), judge.LEADERS)
+    assert len(found.leaders) == min(len(samples), halving.LEADERS)
     assert set(found.leaders) <= set(samples)
 
 
@@ -247,7 +291,7 @@ def test_halving_finds_the_fastest():
     """Among sixteen variants, apart by 1% and noisy by 2%, the first stays to the end, on most of the samples."""
     noise = [0.0, 2.0, -2.0, 1.0, -1.0, 2.0, -2.0]
     samples = {f"v{i:02}": [100 + i + noise[(j + i) % 7] for j in range(210)] for i in range(16)}
-    found = judge.halving(samples, 16 * 210 // 4)
+    found = halving.halving(samples, 16 * 210 // 4)
     assert found.leaders[0] == "v00"
     assert len(found.used["v00"]) > 10 * len(found.used["v15"])
     assert found.spent <= 840
@@ -264,18 +308,18 @@ def test_cost_judges_on_samples_apart(default_is):
         early, late = ([10.0] * 50, [12.0] * 50) if r.variant.id == "a" else ([11.0] * 50, [10.0] * 50)
         return msgspec.structs.replace(r, samples_us=early + late)
 
-    found = judge.cost([turned(r) for r in records], HEADER, 0.25)
+    found = halving.cost([turned(r) for r in records], HEADER, 0.25)
     assert (found.samples, found.drawn) == (208, 52)
     for judged in (found.cells, found.table, found.all_samples_cells, found.all_samples_table):
         assert [(c.best, c.table.variant, c.table.regret) for c in judged.cells] == [("b", "a", 0.2)]
     with pytest.raises(UnsupportedProblem, match="above 0, to 1"):
-        judge.cost(records, HEADER, 1.5)
+        halving.cost(records, HEADER, 1.5)
 
 
 def test_cost_on_the_published_sweep(h100):
     """A quarter of the samples choose as well as all, within 0.1% on average: cells and table."""
     _, run, records = h100
-    found = judge.cost(records, run)
+    found = halving.cost(records, run)
     assert 0.2 < found.drawn / found.samples <= 0.25
     assert found.cells.table.judged == found.table.table.judged == found.table.table.cells
     assert found.cells.table.regret_mean < 0.002
@@ -297,7 +341,11 @@ def test_documents(default_is):
     assert "t.json" in text
     assert "judged by the screen" in text
     assert "1 cells where the default rule's was not timed are not judged" in text
-    rows = document.sections[0].blocks[2].rows
+    assert document.sections[0].blocks[1].rows == (
+        ("the table", "1", "50.00", "50.00", "1"),
+        ("the default rule", "0", "-", "-", "0"),
+    )
+    rows = document.sections[0].blocks[3].rows
     assert [r[0] for r in rows] == ["gdn_decode.tokens=1", "all"]
     assert rows[0][1:] == ("1", "50.00", "50.00", "1", "-", "-", "0")
-    assert "25%" in repr(judge.cost_document(judge.cost(records, HEADER), "a journal"))
+    assert "25%" in repr(halving.cost_document(halving.cost(records, HEADER), "a journal"))

@@ -24,7 +24,8 @@ ONLY_IN = {
     "matplotlib": ("render/figures.py",),
     "pynvml": ("nvml.py",),
     "cupti": ("cupti_records.py",),
-    "pebble": ("build.py", "search.py"),
+    "pebble": ("build.py", "executors.py"),
+    "ray": ("ray_executor.py",),
     "yaml": ("config.py",),
 }
 # What `import gdntune` and the runtime's first steps reach: without torch at import.

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from gdntune import arch, config, kernels, search, session, table
+from gdntune import arch, config, kernels, search, session, table, trials
 from gdntune.errors import JournalError, Locked, UnsupportedProblem
 from gdntune.journal import Build, Cell, Check, Trial, read
 from gdntune.store import Store
@@ -111,8 +111,8 @@ def broken(monkeypatch, kind):
     """Plants a fault in one variant of the timing process, through its environment."""
     monkeypatch.setenv("GDNTUNE_TEST_FAULT", f"{kind}:tv16.ilp2.vec8")
     monkeypatch.setattr(session, "check_task", faulty_check_task)
-    monkeypatch.setattr(search, "CHECK_TIMEOUT_S", 5.0)
-    monkeypatch.setattr(search, "CHECK_EACH_S", 0.2)
+    monkeypatch.setattr(trials, "CHECK_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(trials, "CHECK_EACH_S", 0.2)
 
 
 def faulty_check_task(start, contract, variants):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from fakes import faulty
 
-from gdntune import arch, config, journal, search
+from gdntune import arch, config, journal, search, trials
 from gdntune.errors import JournalError, Locked
 from gdntune.journal import Build, Cell, Check, Journal, Trial
 from gdntune.store import Store
@@ -298,7 +298,7 @@ def planted(monkeypatch):
     """The faulty kernels in this process's registry, and hangs that are found soon."""
     faulty.plant(monkeypatch.setitem, monkeypatch.setattr)
     for name, seconds in (("CHECK_TIMEOUT_S", 6.0), ("CHECK_EACH_S", 0.2), ("CELL_GRACE_S", 4.0)):
-        monkeypatch.setattr(search, name, seconds)
+        monkeypatch.setattr(trials, name, seconds)
 
 
 def test_memory_is_limited_to_what_is_free():

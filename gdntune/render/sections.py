@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from gdntune import arch
 from gdntune.baseline import Baseline
 from gdntune.journal import Build, Cell, Check, Record, Trial
 from gdntune.problem import Contract
-from gdntune.render import peers
+from gdntune.render import peers, workload
 from gdntune.render.document import Block, Bullets, Code, Document, Grid, Section, Text
 from gdntune.render.words import (
     MISSING,
@@ -67,7 +68,14 @@ def document(
     sections = [Section("Summary", tuple(_summary(sources, frame, chosen, baseline)))]
     for source in sources:
         title = f"Peers of {source.name}" if len(sources) > 1 else "Peers"
-        sections.append(Section(title, tuple(peers.blocks(frame[frame["run"] == source.name], source.records))))
+        mine = frame[frame["run"] == source.name]
+        sections.append(Section(title, tuple(peers.blocks(mine, source.records))))
+        if isinstance(source.run.workload, tuple):
+            title = f"Workload of {source.name}" if len(sources) > 1 else "Workload"
+            label = partial(peers.label, records=source.records)
+            sections += workload.sections(
+                source.run.workload, bases(source), mine[mine["chosen"]], peers.rivals(mine), label, title
+            )
     sections += _failures(sources)
     subjects = [(source, base) for source in sources for base in bases(source)]
     numbered = len(subjects) >= MANY
@@ -110,6 +118,7 @@ def _summary(
         )
         lines = [*_ratio_lines(mine), *peers.lines(frame[frame["run"] == source.name], source.records)]
         lines += _baseline_lines(mine, baseline)
+        lines += _held_out_lines(source)
         lines.append(_work_line(source))
         throttled = sum(bool(arch.THROTTLES & _reasons(r)) for r in source.records if isinstance(r, Cell))
         if throttled:
@@ -159,6 +168,17 @@ def _baseline_lines(mine: "pd.DataFrame", baseline: Baseline | None) -> Iterator
         f"{len(over)} cells, {worst['speedup_over_baseline']:.3f} at worst ({cell_words(worst)}); slower at "
         f"{int((over['speedup_over_baseline'] < 1).sum())}."
     )
+
+
+def _held_out_lines(source: "Source") -> Iterator[str]:
+    """What the table loses between the cells that it was made from."""
+    e = source.table.evidence if source.table else None
+    if e is not None and e.held_out_cells and e.held_out_regret_max is not None:
+        mean = f"{e.held_out_regret_mean:.2%} on average, " if isinstance(e.held_out_regret_mean, float) else ""
+        yield (
+            f"At {e.held_out_cells} held-out cells, which had no part in choosing, the table's choices lose {mean}"
+            f"{e.held_out_regret_max:.2%} at most to the best variant there."
+        )
 
 
 def _work_line(source: "Source") -> str:

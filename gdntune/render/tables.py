@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 from gdntune.render.document import Block, Bullets, Document, Grid, Section, Text
 from gdntune.render.words import MISSING, contract_words, number, ratio
-from gdntune.table import Interval, Rule, Table
+from gdntune.table import Interval, Origin, Rule, Table
+
+
+def _mean_words(origin: Origin) -> str:
+    mean = origin.held_out_regret_mean
+    return f", {mean:.2%} on average," if isinstance(mean, float) else ""
 
 
 def table_document(table: Table, source: str, stale: Sequence[str] = ()) -> Document:
@@ -17,7 +22,7 @@ def table_document(table: Table, source: str, stale: Sequence[str] = ()) -> Docu
         f"{sum(origin.failures.values())} failures; journal sha256 {origin.journal_sha256[:16]}.",
         f"Regret at the measured cells: {origin.regret_max:.2%} at most, {origin.regret_mean:.2%} on average"
         + (
-            f"; {origin.held_out_regret_max:.2%} at most at {origin.held_out_cells} held-out cells."
+            f"; {origin.held_out_regret_max:.2%} at most{_mean_words(origin)} at {origin.held_out_cells} held-out cells."
             if origin.held_out_regret_max is not None
             else "."
         ),

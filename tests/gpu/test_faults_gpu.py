@@ -6,7 +6,7 @@ import time
 import pytest
 from fakes import faulty
 
-from gdntune import config, search, table
+from gdntune import config, search, table, trials
 from gdntune.arch import detect
 from gdntune.dispatch import runtime
 from gdntune.journal import Cell, Check, Trial
@@ -35,7 +35,7 @@ def planted(monkeypatch):
     faulty.plant(monkeypatch.setitem, monkeypatch.setattr)
     # a timing process needs some seconds for its CUDA context before its first answer
     for name, seconds in (("CHECK_TIMEOUT_S", 20.0), ("CHECK_EACH_S", 0.5), ("CELL_GRACE_S", 15.0)):
-        monkeypatch.setattr(search, name, seconds)
+        monkeypatch.setattr(trials, name, seconds)
 
 
 def sweep(folder, faults, late):

@@ -1,0 +1,133 @@
+"""One contract's checks, or one cell's times, on one worker, as records: tries again, and finds the variants that take a process down."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from gdntune import session
+from gdntune.config import Search
+from gdntune.errors import MeasurementError
+from gdntune.executors import Crashed, Worker
+from gdntune.journal import Cell, Check, Record, Trial
+from gdntune.kernels.spec import Variant
+from gdntune.problem import Contract, Problem
+
+# A check compares a few small problems, a cell at most search.max_cell_seconds of timing: what takes longer hangs.
+CHECK_TIMEOUT_S = 120.0
+CHECK_EACH_S = 2.0
+CELL_GRACE_S = 120.0
+# A throttled cell, and one whose times cannot be true, is timed again.
+RETRIES = 1
+
+
+def check(worker: Worker, contract: Contract, variants: Sequence[Variant]) -> list[Check]:
+    """Checks variants together; where that takes the process down, in halves, so that the culprit is found."""
+    if not variants:
+        return []
+    limit = CHECK_TIMEOUT_S + CHECK_EACH_S * len(variants)
+    got = worker.run(session.check_task, contract, list(variants), timeout=limit)
+    if not isinstance(got, Crashed):
+        return [
+            Check(contract=contract, variant=v.id, status="ok" if ok else "failed",
+                reason="" if ok else worst, error=error, seconds=round(s, 4))
+            for v, (ok, worst, error, s) in zip(variants, got, strict=True)
+        ]  # fmt: skip
+    if len(variants) == 1:
+        return [Check(contract=contract, variant=variants[0].id, status=got.status, reason=got.reason)]  # type: ignore[arg-type]
+    middle = len(variants) // 2
+    return check(worker, contract, variants[:middle]) + check(worker, contract, variants[middle:])
+
+
+class Plan(NamedTuple):
+    """A cell to time. default: the default rule's choice, the first of `variants`, or unset where it is not among them.
+
+    purpose: why it is timed where it is no cell of the config. named: whether the journal says which device timed it.
+    """
+
+    problem: Problem
+    variants: list[Variant]
+    floors: list[Variant]
+    search: Search
+    default: str | msgspec.UnsetType = msgspec.UNSET
+    purpose: Literal["bisection", "held-out"] | msgspec.UnsetType = msgspec.UNSET
+    named: bool = False
+
+    def cell(self, worker: Worker, status: Literal["ok", "failed"], **fields: Any) -> Cell:
+        """The record that closes the cell."""
+        where = worker.name if self.named else msgspec.UNSET
+        return Cell(problem=self.problem, status=status, purpose=self.purpose, timed_on=where, **fields)
+
+
+def time(worker: Worker, plan: Plan, retries: int = RETRIES) -> list[Record]:
+    """A cell's trials, and the Cell that closes them, last."""
+    limit = plan.search.max_cell_seconds + CELL_GRACE_S
+    got: Any = Crashed("", "")
+    for attempt in range(1 + RETRIES):
+        try:
+            got = worker.run(session.time_task, plan.problem, plan.variants, plan.floors, plan.search, timeout=limit)
+        except MeasurementError as e:
+            # records that a timer lost, say: the cell's fault, and no reason to end the sweep
+            if attempt == RETRIES:
+                return [plan.cell(worker, "failed", reason=str(e))]
+            continue
+        if isinstance(got, Crashed) or not got.throttled:
+            break
+    if isinstance(got, Crashed):
+        return _culprits(worker, plan, got, limit, retries)
+    records: list[Record] = []
+    for t in got.timed:
+        screen = Trial(
+            problem=plan.problem, variant=t.variant, role=t.role, stage="screen", status="ok", samples_us=t.screen_us
+        )
+        records.append(screen)
+        if t.final_us:
+            records.append(msgspec.structs.replace(screen, stage="final", samples_us=t.final_us))
+    return [
+        *records,
+        plan.cell(
+            worker,
+            "ok",
+            reason="throttled" if got.throttled else "",
+            stop=got.stop,
+            seconds=round(got.seconds, 4),
+            clocks_before=msgspec.to_builtins(got.before),
+            clocks_after=msgspec.to_builtins(got.after),
+            default_variant=plan.default,
+        ),
+    ]
+
+
+def _culprits(worker: Worker, plan: Plan, whole: Crashed, limit: float, retries: int) -> list[Record]:
+    """After a cell took its process down: finds the variants that do so alone, records them, times the rest.
+
+    Where none does so, something else ended the process (the system, short of memory; a kill): the cell is timed again.
+    """
+    quick = msgspec.structs.replace(plan.search, screen_rounds=2, final_rounds=2, keep=1)
+    bad: dict[str, Crashed] = {}
+    for v in plan.variants:
+        # times that cannot be true are no crash
+        with contextlib.suppress(MeasurementError):
+            got = worker.run(session.time_task, plan.problem, [v], [], quick, timeout=limit)
+            if isinstance(got, Crashed):
+                bad[v.id] = got
+    if not bad and retries:
+        return time(worker, plan, retries - 1)
+    if not bad:
+        return [plan.cell(worker, "failed", reason=f"{whole.reason}; no variant does so alone")]
+    trials: list[Record] = [
+        Trial(problem=plan.problem, variant=v, stage="screen", status=bad[v.id].status, reason=bad[v.id].reason)  # type: ignore[arg-type]
+        for v in plan.variants
+        if v.id in bad
+    ]
+    rest = [v for v in plan.variants if v.id not in bad]
+    if not rest:
+        return [*trials, plan.cell(worker, "failed", reason=whole.reason)]
+    default = plan.default if plan.default not in bad else msgspec.UNSET
+    return trials + time(worker, plan._replace(variants=rest, default=default))
+
+
+def broken(records: Sequence[Record]) -> set[str]:
+    """The decode variants that took a process down in these trials, by id."""
+    return {r.variant.id for r in records if isinstance(r, Trial) and r.role == "decode" and r.status != "ok"}
