@@ -148,3 +148,10 @@ def test_public_names_are_there():
     assert set(gdntune.__all__) <= set(dir(gdntune))
     with pytest.raises(AttributeError, match="it has .*gated_delta_rule_decode"):
         _ = gdntune.no_such_name
+
+
+def test_no_module_takes_a_public_name():
+    """A module `plan.py`, once anything imported it, stood where the function `gdntune.plan` is."""
+    import gdntune
+
+    assert {p.stem for p in PACKAGE.iterdir()} & set(gdntune.__all__) == set()
