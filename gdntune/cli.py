@@ -253,9 +253,9 @@ def compile_(
     The exit code is 1 where one does not compile.
     """
     from gdntune.build import compile_objects
-    from gdntune.sweep_plan import plan_objects
     from gdntune.progress import progress
     from gdntune.store import Store, write_bundle
+    from gdntune.sweep_plan import plan_objects
 
     wanted = config_of(config, part)
     device = target_of(arch)

@@ -22,9 +22,9 @@ from gdntune.errors import JournalError, MeasurementError, UnsupportedProblem
 from gdntune.executors import Crashed, Worker
 from gdntune.journal import FILE, Build, Cell, Check, Journal, Record, Run, Trial, now
 from gdntune.kernels.spec import Variant
-from gdntune.sweep_plan import plan, plan_objects
 from gdntune.problem import Contract, Problem
 from gdntune.store import Store, object_spec
+from gdntune.sweep_plan import plan, plan_objects
 from gdntune.table import Table, save
 from gdntune.timing import Policy
 
