@@ -317,6 +317,81 @@ def compile_(
 
 @app.command()
 @refusing
+def expect(
+    configs: Annotated[
+        list[Path],
+        typer.Argument(metavar="CONFIG...", help="YAML files, or names of shipped configs: what to compile."),
+    ],
+    arch: Annotated[str, typer.Option(help="The GPU that is not here: sm_100a, sm_103a, ...")],
+    journal: Annotated[
+        list[Path], typer.Option(help="Folder or journal of a sweep or bench of a GPU that was here; may be repeated.")
+    ],
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="Others' figures to stand beside: published:flashinfer-pr-3127; may be repeated."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write to this Markdown file instead of the terminal.")] = None,
+    jobs: Jobs = None,
+) -> None:
+    """Say what to expect of a GPU that is not here: what every variant takes of it, and times by a model.
+
+    Registers, spills, shared memory and occupancy are the compiler's; times are carried over from journals of another GPU and marked as
+    expected, not measured. The exit code is 1 where a variant does not compile or spills.
+    """
+    from gdntune import journal as journals
+    from gdntune.build import compile_objects
+    from gdntune.expect import Model
+    from gdntune.progress import progress
+    from gdntune.published import published
+    from gdntune.render.expect import expectations
+    from gdntune.render.markdown import markdown
+    from gdntune.resources import resources
+    from gdntune.store import Store, atomic_write
+    from gdntune.sweep_plan import plan_objects
+
+    publications = [published(name) for name in dict.fromkeys(against or ())]
+    wanted = [config_of(path) for path in configs]
+    target = target_of(arch)
+    model = Model([journals.read(path) for path in journal], target)
+    objects = [o for config in wanted for o in plan_objects(config, target)]
+    stage = progress()
+    stage.start("compile", len({spec.key for spec, _ in objects}))
+    built = compile_objects(objects, Store(), jobs=jobs, on_done=lambda _: stage.step())
+    stage.end()
+    found = resources(wanted, target, built)
+    failed = [b for b in built if not b.ok]
+    options = [("--journal", j) for j in journal] + [("--against", a) for a in against or ()]
+    if out:
+        options.append(("--out", out))
+    parts = [
+        ["gdntune", "expect", *map(str, configs), "--arch", arch],
+        *([name, str(value)] for name, value in options),
+    ]
+    page = expectations(
+        model,
+        found,
+        [b.spec.name for b in failed],
+        publications,
+        [p for config in wanted for p in config.problems()],
+        " \\\n    ".join(map(shlex.join, parts)),
+    )
+    text = markdown(page)
+    if out:
+        atomic_write(out, text.encode())
+        typer.echo(f"{len(found)} objects for {target.arch}, {len(failed)} failed: {out}")
+    else:
+        typer.echo(text)
+    for b in failed:
+        typer.echo(f"failed: {b.spec.name}: {b.reason}", err=True)
+    spilling = [r for r in found if r.spill_bytes]
+    for r in spilling:
+        typer.echo(f"spills {r.spill_bytes} bytes: {r.variant.id}, {r.contract.key()}", err=True)
+    if failed or spilling:
+        raise typer.Exit(FINDINGS)
+
+
+@app.command()
+@refusing
 def doctor(index: Index = 0, as_json: AsJson = False) -> None:
     """Say what is here, what it means, and what to do where something lacks; the exit code is 1 where a sweep could not run."""
     from rich.text import Text

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from gdntune import sol
+from gdntune.arch import Device
 from gdntune.errors import JournalError, MeasurementError
 from gdntune.journal import Build, Cell, Check, Record, Run, Trial, digest
 from gdntune.kernels.spec import Variant
@@ -37,7 +38,7 @@ def derive(
     A variant may be chosen at a cell where its contract has a passed check and no failed one, it never crashed or hung at this
     contract, it has final samples at the cell, and their mean is within the larger of `regret` and 32 ns of the best such mean.
     Of all such choices the one with the fewest intervals is taken, then the fewest variants, then the least regret, then the
-    simplest variants (those that the cells' trials name first). Between two cells that differ the boundary is their geometric mean.
+    simplest variants (those that the cells' trials name first). Between two cells that differ lies the boundary of `_last_unit`.
     Cells of `held_out`, and those that the journal marks as such, have no part in that; what the table loses there is in its evidence.
 
     regret: by default the header's, else 1%.
@@ -67,7 +68,7 @@ def derive(
         rank = _ranks(cells)
         kept = [default and _kept_default(cell, default(contract, cell.work_units)) for cell in cells]
         choice = choose([_acceptable(cell, regret) for cell in cells], rank, kept)
-        rules.append(Rule(contract, _intervals(cells, choice, run)))
+        rules.append(Rule(contract, _intervals(cells, choice, run, regret)))
         variants |= {name: cell.finals[name].variant for cell, name in zip(cells, choice, strict=True)}
 
     losses = [e.regret for rule in rules for interval in rule.intervals for e in interval.evidence]
@@ -319,7 +320,7 @@ def _kept_default(cell: Timed, name: str) -> str | None:
     return name if final is not None and tie(final.stats.mean_us, cell.best_us) else None
 
 
-def _intervals(cells: Sequence[Timed], choice: Sequence[str], run: Run) -> tuple[Interval, ...]:
+def _intervals(cells: Sequence[Timed], choice: Sequence[str], run: Run, regret: float) -> tuple[Interval, ...]:
     found: list[Interval] = []
     first, evidence = 1, []
     for i, (cell, name) in enumerate(zip(cells, choice, strict=True)):
@@ -327,10 +328,41 @@ def _intervals(cells: Sequence[Timed], choice: Sequence[str], run: Run) -> tuple
         if i + 1 == len(cells):
             found.append(Interval(first, None, name, tuple(evidence)))
         elif choice[i + 1] != name:
-            last = math.isqrt(cell.work_units * cells[i + 1].work_units)
+            last = _last_unit(cell, cells[i + 1], name, choice[i + 1], run.device, regret)
             found.append(Interval(first, last, name, tuple(evidence)))
             first, evidence = last + 1, []
     return tuple(found)
+
+
+def _last_unit(a: Timed, b: Timed, lower: str, upper: str, device: Device, regret: float) -> int:
+    """The last work unit that goes with cell a, of those from a's to b's, exclusive, where their variants are `lower` and `upper`.
+
+    A variant that loses no more than twice `regret` at the other's cell is safe at all between them, so the one that loses less gets
+    them. Where both lose more, a step lies between, and the boundary is where a wave of blocks is full.
+    """
+    loss_of_lower, loss_of_upper = (
+        math.inf if lost is None else lost[0] for lost in (b.judged(lower), a.judged(upper))
+    )
+    if min(loss_of_lower, loss_of_upper) <= 2 * regret:
+        return b.work_units - 1 if loss_of_lower <= loss_of_upper else a.work_units
+    return _full_wave(a.work_units, b.work_units, device)
+
+
+def _full_wave(a: int, b: int, device: Device) -> int:
+    """The work unit from a to b, exclusive, at which a wave of a GPU's thread blocks is full, else the geometric mean.
+
+    A kernel's blocks work on 1, 1/2, 1/4 or 1/8 of a head's rows and any number of them fits on an SM, so a further wave begins beyond
+    multiples of these shares of the SM count, and with it the times step. The largest share that has a multiple there counts, since
+    its multiples are those of the smaller ones too; of several multiples the nearest to the geometric mean.
+    """
+    middle = math.isqrt(a * b)
+    for parts in (1, 2, 4, 8) if device.kind == "cuda" else ():
+        nearest = middle * parts // device.sm_count
+        full = [m * device.sm_count // parts for m in range(nearest - 1, nearest + 3)]
+        between = [units for units in full if a <= units < b]
+        if between:
+            return min(between, key=lambda units: abs(math.log(units / middle)))
+    return middle
 
 
 def _evidence(cell: Timed, name: str, run: Run) -> Evidence:

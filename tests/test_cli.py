@@ -102,7 +102,7 @@ def test_commands():
     """The commands are those that the README and the design name, and each stands in the README."""
     names = {" ".join(path) for path, command in commands() if path and not getattr(command, "commands", None)}
     assert names == {
-        "sweep", "bench", "compile", "report", "explain", "doctor", "replay", "judge", "compare",
+        "sweep", "bench", "compile", "report", "explain", "doctor", "replay", "judge", "compare", "expect",
         "table show", "table validate", "table diff", "table merge",
     }  # fmt: skip
     readme = (ROOT / "README.md").read_text()
@@ -336,7 +336,7 @@ def test_table_show(folder):
     path = folder / "table.json"
     text = run("table", "show", path).stdout
     assert "T=1: gdn_decode, bf16 state" in text
-    assert "1449 on" in text
+    assert "1453 on" in text
     assert "STALE: recurrent" in text
     assert table.validate(run("table", "show", path, "--json").stdout.encode()) == table.load(path)
 
@@ -344,7 +344,7 @@ def test_table_show(folder):
 def test_table_validate(folder, tmp_path):
     """Valid tables exit with 0; one wrong one among them with 1; a missing file is wrong use."""
     good, bad = folder / "table.json", tmp_path / "bad.json"
-    bad.write_text(good.read_text().replace('"from": 1449', '"from": 1450', 1))
+    bad.write_text(good.read_text().replace('"from": 1453', '"from": 1454', 1))
     assert run("table", "validate", good).exit_code == 0
     result = run("table", "validate", good, bad, "--json")
     assert result.exit_code == 1

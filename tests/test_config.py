@@ -38,11 +38,11 @@ def test_shipped_configs_are_legal(path):
 
 @pytest.mark.parametrize("name, heads", [("qwen3-next-80b-a3b", 32), ("qwen3.5-397b-a17b", 64)])
 def test_model_configs_cover_every_shard(name, heads):
-    """Each (shard, power-of-two batch) of a model has a cell at its work units, in 13 to 20 cells a contract."""
+    """Each (shard, power-of-two batch) of a model has a cell at its work units, in 13 to 60 cells a contract."""
     c = config.load(CONFIGS / f"{name}.yaml")
     units = {p.work_units for p in c.problems()}
     assert {b * heads // s for b in (2**i for i in range(10)) for s in (1, 2, 4, 8)} <= units
-    assert 13 <= len(units) <= 36
+    assert 13 <= len(units) <= 60
     assert len(c.all_contracts()) == 16
     assert len(c.problems()) == 16 * len(units)
     assert {(k.mode, k.pool, k.gate, k.beta, k.input_dtype) for k in c.all_contracts()} == {
@@ -347,8 +347,8 @@ def test_sha256_of_parts():
 
 
 PUBLISHED = {
-    "qwen3.5-397b-a17b": "5ae8af9973722c31cef76e42474d8412c5332070d8e68fad5445471a5850c1f3",
-    "kimi-linear-48b-a3b": "ee0e56d13a8a2bf7b45e678d33d892e19dd3c6ec15e5ceb1e8dfdf187d2fec0e",
+    "qwen3.5-397b-a17b": "070e3eab1a6138ae156e8b8cce141eecf525b5e91d11af33b1bc8707c02d55d6",
+    "kimi-linear-48b-a3b": "9fbd8deb785be8ff1f82c79d19c9fb25eea92b51f05a5b2f6a4c9fea4504e28f",
 }
 
 

@@ -70,10 +70,58 @@ def chosen(records, **options):
     return [(i.first, i.last, i.variant) for i in derive(records, RUN, **options).rules[0].intervals]
 
 
-def test_boundaries_are_geometric_means():
-    """Two cells that differ meet at their geometric mean; the first interval starts at 1, the last has no end."""
-    records = [*checks(), *cell(8, a=3, b=4), *cell(32, a=5, b=4), *cell(33, a=4, b=5)]
-    assert chosen(records) == [(1, 16, "a"), (17, 32, "b"), (33, None, "a")]
+def boundary(low, high, run=RUN):
+    """The last work unit of the lower of two cells that differ."""
+    records = [*checks(), *cell(low, a=3, b=4), *cell(high, a=5, b=4)]
+    first, second = derive(records, run).rules[0].intervals
+    assert (first.first, second.first, second.last) == (1, first.last + 1, None)
+    return first.last
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "last"),
+    [
+        (128, 160, 132),  # a block a head on each of 132 SMs
+        (224, 264, 231),  # tiles of 32 rows: 7 * 132 / 4
+        (32, 40, 33),
+        (136, 152, 148),  # tiles of 16 rows: 9 * 132 / 8, cut to whole work units
+        (200, 1000, 396),  # of 264, 396, ... 924 the nearest to the geometric mean, 447
+        (8, 16, 11),  # no wave ends there
+        (32, 33, 32),
+    ],
+)
+def test_boundaries_are_ends_of_waves(low, high, last):
+    """Two cells that differ meet where a wave of blocks is full; the first interval starts at 1, the last has no end."""
+    assert RUN.device.sm_count == 132
+    assert boundary(low, high) == last
+
+
+@pytest.mark.parametrize(
+    ("a_at_high", "b_at_low", "last"),
+    [
+        (1.012, 1.056, 255),  # a loses less at b's cell than b at a's, and little
+        (1.056, 1.012, 224),
+        (1.0199, 1.0199, 255),
+        (1.0201, 1.0301, 231),  # both lose more than twice the 1% that counts as nothing
+        (1.0201, None, 231),
+        (1.012, None, 255),
+        (None, None, 231),
+    ],
+)
+def test_a_variant_that_loses_little_at_both_cells_has_what_lies_between(a_at_high, b_at_low, last):
+    """Fault: 5.6% lost at 232 work units, where the variant of 224 was best and lost 1.2% at 256."""
+    low = {"a": 100.0} | ({} if b_at_low is None else {"b": 100 * b_at_low})
+    high = {"b": 100.0} | ({} if a_at_high is None else {"a": 100 * a_at_high})
+    found = derive([*checks(), *cell(224, **low), *cell(256, **high)], RUN, regret=0.01).rules[0].intervals
+    assert [i.variant for i in found] == ["a", "b"]
+    assert found[0].last == last
+
+
+def test_boundaries_of_a_cpu_are_geometric_means():
+    """Threads have no waves."""
+    cpu = msgspec.structs.replace(RUN, device=msgspec.structs.replace(RUN.device, kind="cpu", sm_count=4))
+    assert boundary(8, 32, cpu) == 16
+    assert boundary(128, 160, cpu) == 143
 
 
 def test_one_cell_is_one_interval():
@@ -121,13 +169,14 @@ def test_a_crash_excludes_a_variant(status):
     """A variant that crashed or hung at one cell is chosen at none of the contract; one that failed, only not there."""
     records = [*checks(), *cell(8, a=1, b=2), *cell(16, a=1, b=2)]
     assert chosen([*records, trial(32, "a", 1, status=status)]) == [(1, None, "b")]
-    assert chosen([*records, *cell(32, b=2), trial(32, "a", 1, status="failed")]) == [(1, 22, "a"), (23, None, "b")]
+    assert chosen([*records, *cell(32, b=2), trial(32, "a", 1, status="failed")]) == [(1, 16, "a"), (17, None, "b")]
 
 
 def test_a_variant_without_final_samples_is_not_acceptable():
     """Screened alone, or timed at the neighbours alone, a variant is not chosen at a cell."""
     screened = [*cell(8, a=1, b=2), trial(16, "a", 1, stage="screen"), *cell(16, b=2), *cell(32, a=1, b=2)]
-    assert chosen([*checks(), *screened]) == [(1, 11, "a"), (12, 22, "b"), (23, None, "a")]
+    # its screen says that it loses nothing there: what lies between is its own
+    assert chosen([*checks(), *screened]) == [(1, 15, "a"), (16, 16, "b"), (17, None, "a")]
 
 
 def test_a_repeated_cell_replaces_the_first():

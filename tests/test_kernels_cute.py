@@ -58,7 +58,7 @@ def ptx_of():
 
         def compiled(contract, name="recurrent"):
             kernel = kernels.get(name)
-            knobs = kernel.variant(kernel.default(contract, 64, device)).knobs
+            knobs = kernel.variant(kernel.default(contract, 8192 if contract == Contract() else 64, device)).knobs
             return pool.submit(compile_ptx, name, dict(kernel.facts(contract)), knobs, device.arch).result()
 
         yield compiled
@@ -107,6 +107,9 @@ def test_spaces_are_large_and_legal():
         ({"threads": 100}, "threads"),
         ({"stage": "l1"}, "stage"),
         ({"ilp": 16, "lanes": 4, "tile_v": 512}, "V=128"),
+        ({"spread": True, "ilp": 1}, "spread=True"),
+        ({"heads": True, "tile_v": 128}, "heads=True"),
+        ({"fence": True}, "fence=True"),
     ],
 )
 def test_illegal_knobs_are_refused_with_a_reason(knobs, reason):
@@ -139,8 +142,28 @@ def test_wy_refuses_with_a_reason(fields, knobs, reason):
     assert all(wy_config.refuse(contract, s) is None for s in wy_config.space(contract, arch.target("sm_90a")))
 
 
+def test_the_default_serves_what_a_space_leaves_out():
+    """The default rule names a variant of the space where there is one, and has a legal one for sizes whose space is empty or small."""
+    device = arch.target("sm_90a")
+    for contract in (
+        Contract(),
+        Contract(layout="v_last", state_dtype="fp32"),
+        Contract(tokens=8),
+        Contract(K=64, V=32),
+    ):
+        space = recurrent_config.space(contract, device)
+        for exponent in range(16):
+            knobs = recurrent_config.default(contract, 1 << exponent, device)
+            assert recurrent_config.refuse(contract, knobs) is None
+            assert knobs in space
+    # many heads: a thread with several rows, whose sums it shares; few: one wait less
+    many, few = (recurrent_config.default(Contract(), n, device) for n in (8192, 16))
+    assert (many.spread, few.spread) == (True, False)
+
+
 PTX_CASES = {
     "pool": (Contract(), 2),
+    "pool, few heads": (Contract(state_dtype="fp32"), 2),
     "dense intermediate states": (Contract(tokens=8, intermediate="dense", mode="frozen"), 3),
     "slots": (Contract(tokens=8, intermediate="slots", accepted=True, mode="frozen"), 2),
     "v_last, indexed": (Contract(tokens=8, intermediate="indexed", layout="v_last"), 4),

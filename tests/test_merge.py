@@ -57,7 +57,7 @@ def test_a_table_equals_itself():
 def test_spans_that_differ():
     """Boundaries of both are looked at; neighbouring spans with the same pair are one; equal ones are left out."""
     b = made((ONE, 8, "a"), (ONE, 128, "b"), (TWO, 8, "a"))
-    assert spans(A, b) == [(17, 32, "b", "a")]
+    assert spans(A, b) == [(17, 66, "b", "a")]
     assert spans(A, made((ONE, 8, "c"), (TWO, 8, "a"))) == [(1, 16, "a", "c"), (17, None, "b", "c")]
 
 

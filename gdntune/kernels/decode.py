@@ -1,6 +1,6 @@
 """What decode kernels share: the arguments and their layouts, the launch, which slot and which tokens a block works on.
 
-A block works on `tile_v` rows of V of one value head of one request: grid (V / tile_v, HV, B).
+A block works on `tile_v` rows of V of one value head of one request: grid (V / tile_v, HV, B), or (HV, V / tile_v, B).
 """
 
 import cutlass
@@ -21,8 +21,10 @@ REGISTERS = 65536
 class Decode:
     """The compile-time facts of a decode object; a kernel adds its knobs and `kernel`, the device code."""
 
-    def __init__(self, facts: dict, tile_v: int, threads: int, registers: int = 0):
-        """registers: at most so many a thread; 0 leaves them to the compiler."""
+    def __init__(self, facts: dict, tile_v: int, threads: int, registers: int = 0, heads_first: bool = False):
+        """registers: at most so many a thread; 0 leaves them to the compiler. heads_first: blocks that start one after another have
+        the same rows of one head after another, not one head's rows.
+        """
         self.K, self.V, self.tokens = facts["K"], facts["V"], facts["tokens"]
         self.k_last = facts["layout"] == "k_last"
         self.state_dtype = DTYPES[facts["state_dtype"]]
@@ -31,7 +33,7 @@ class Decode:
         self.update, self.intermediate = facts["mode"] == "update", facts["intermediate"]
         self.accepted, self.pool, self.ragged = facts["accepted"], facts["pool"], facts["ragged"]
         self.loop = self.tokens > 1
-        self.tile_v, self.threads = tile_v, threads
+        self.tile_v, self.threads, self.heads_first = tile_v, threads, heads_first
         # what caps registers is the number of blocks that a multiprocessor must have room for
         self.resident = REGISTERS // (threads * registers) if registers else 0
 
@@ -53,6 +55,10 @@ class Decode:
         columns = slot_index.shape[1] if const_expr(self.intermediate == "slots") else None
         rows = intermediate.shape[0] if const_expr(intermediate is not None) else None
         steps = intermediate.shape[1] if const_expr(intermediate is not None) else None
+        tiles = self.V // self.tile_v
+        grid = (tiles, HV, B)
+        if const_expr(self.heads_first):
+            grid = (HV, tiles, B)
         self.kernel(
             self.view(state, 1, None), self.view(q, 2), self.view(k, 2), self.view(v, 2), self.view(a, 2), self.view(b, 2), A_log, dt_bias,
             self.view(read_index, 1), self.view(write_index, 1), self.view(slot_index, 2, None), self.view(accepted, 1),
@@ -60,9 +66,14 @@ class Decode:
             scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm, heads,
             slots, tokens, columns, rows, steps, A_shared, dt_shared,
         ).launch(
-            grid=(self.V // self.tile_v, HV, B), block=(self.threads, 1, 1), stream=stream,
+            grid=grid, block=(self.threads, 1, 1), stream=stream,
             min_blocks_per_mp=self.resident, preferred_smem_carveout=100 if self.resident else None,
         )  # fmt: skip
+
+    def place(self):
+        """A block's tile of V, value head and request."""
+        x, y, n = cute.arch.block_idx()
+        return (y, x, n) if self.heads_first else (x, y, n)
 
     def view(self, x, leading, tokens=1):
         """The same memory under a layout whose sizes are constants, so that a launch carries the pointer and the strides of the

@@ -2,14 +2,15 @@
 
     S <- decay S;   u <- beta (v - S k);   o <- S q + u (k.q);   S <- S + u k^T        (S is [V, K], q and k normalised, q scaled)
 
-A thread holds RV rows of V by RK key positions of one head's state in fp32; `lanes` threads of a warp share a row and sum S k and
-S q by butterflies. k_last reads vectors along K, v_last along V; the arithmetic between is the same. T = 1 is straight-line
+A thread holds RV rows of V by RK key positions of one head's state in fp32; `lanes` threads of a warp share RV rows and sum S k and
+S q by butterflies. With `spread` each step of these halves the rows too, so that a thread ends with the sums of `own` rows, computes their
+u and output alone, and hands u round: half the instructions, and one wait more. k_last reads vectors along K, v_last along V; the arithmetic between is the same. T = 1 is straight-line
 code, T >= 2 a loop at run time over a state that stays in registers.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from gdntune.kernels import decode, gates
@@ -19,16 +20,35 @@ F32 = Float32
 SMALLEST_SCALE = 2.0**-40
 
 
+@cute.jit
+def widen(narrow, wide, by_word: cutlass.Constexpr):
+    """Elements to fp32, of two register tensors with one layout."""
+    n = const_expr(cute.size(narrow.shape))
+    flat = cute.make_layout((n,))
+    x = cute.make_tensor(narrow.iterator, flat)
+    y = cute.make_tensor(wide.iterator, flat)
+    if const_expr(by_word and narrow.element_type is BFloat16 and n % 2 == 0):
+        # two of a word by one instruction each; the compiler takes three
+        words = cute.recast_tensor(x, Int32)
+        bits = cute.recast_tensor(y, Int32)
+        for i in cutlass.range_constexpr(n // 2):
+            bits[2 * i] = words[i] << 16
+            bits[2 * i + 1] = words[i] & -65536
+    else:
+        for i in cutlass.range_constexpr(n):
+            y[i] = x[i].to(F32)
+
+
 class Recurrent(decode.Decode):
     """The compile-time facts of one object."""
 
     def __init__(self, facts: dict, knobs: dict):
-        super().__init__(facts, knobs["tile_v"], knobs["threads"])
+        super().__init__(facts, knobs["tile_v"], knobs["threads"], heads_first=knobs["heads"])
         self.vec, self.lanes = knobs["vec"], knobs["lanes"]
         self.smem, self.early, self.fence = knobs["stage"] == "smem", knobs["early"], knobs["fence"]
         # whether q and k are normalised before the state is waited for
         self.normalised = self.smem or self.fence
-        self.split = knobs["split"]
+        self.split, self.spread = knobs["split"], knobs["spread"]
         self.shares = self.lanes * self.split
         self.RK = self.K // self.shares
         self.RV = knobs["ilp"] if self.k_last else self.vec
@@ -37,6 +57,9 @@ class Recurrent(decode.Decode):
         self.KC = self.RK // self.KV
         # in a warp, v_last puts the threads of a row apart so that neighbours read along V
         self.step = 1 if self.k_last else 32 // self.lanes
+        # rows whose sums a thread ends with, and threads that end with the same ones
+        self.own = max(1, self.RV // self.lanes) if self.spread else self.RV
+        self.alike = max(1, self.lanes // self.RV) if self.spread else self.lanes
         self.groups = self.threads // self.shares
         self.chunk = self.groups * self.RV
         self.chunks = self.tile_v // self.chunk
@@ -54,9 +77,16 @@ class Recurrent(decode.Decode):
             cute.autovec_copy(run, cute.local_tile(target, (self.KV,), (c,)))
 
     @cute.jit
-    def read_values(self, source, target, row0):
-        """A thread's RV rows of a [V] vector."""
-        cute.autovec_copy(cute.local_tile(source, (self.RV,), (row0 // self.RV,)), target)
+    def read_values(self, source, target, unit):
+        """The unit-th `own` rows of a [V] vector."""
+        cute.autovec_copy(cute.local_tile(source, (self.own,), (unit,)), target)
+
+    def unit(self, vt, it, group, part):
+        """Where a thread's `own` rows are, in units of them, in chunk `it` of tile vt."""
+        if self.spread:
+            tile, chunk, rows = self.tile_v // self.own, self.chunk // self.own, self.RV // self.own
+            return vt * tile + it * chunk + group * rows + part
+        return (vt * self.tile_v + it * self.chunk + group * self.RV) // self.RV
 
     @cute.jit
     def copy_rows(self, tile, raw, row0, lane, store: cutlass.Constexpr):
@@ -97,32 +127,73 @@ class Recurrent(decode.Decode):
         return cute.make_rmem_tensor(cute.make_layout((self.RV, self.RK), stride=stride), dtype)
 
     @cute.jit
-    def reduce(self, sums, n: cutlass.Constexpr, sR, turn, lane, group):
-        """Sums n values over the threads of a row: butterflies step by step, so that shuffles overlap, then over the row's warps.
+    def reduce(self, sums, rows: cutlass.Constexpr, n: cutlass.Constexpr, sR, turn, lane, group, part):
+        """Sums n values over the threads of a row, step by step, so that shuffles overlap, then over the row's warps.
 
+        The leading 2 `rows` values are two a row. At each step a thread gives away the sums of half of its rows and gets the other
+        half's of the rows that it keeps, until it has those of the part-th `own` rows; they end in front. The others are summed in
+        every thread, where they are.
         sR: shared memory of two turns, so that one barrier a token is enough; None where a row is one warp's.
         """
         for s in cutlass.range_constexpr(self.lanes.bit_length() - 1):
-            offset = (self.lanes >> (s + 1)) * self.step
-            for i in cutlass.range_constexpr(n):
-                sums[i] = sums[i] + cute.arch.shuffle_sync_bfly(sums[i], offset=offset, mask=-1, mask_and_clamp=31)
+            distance = self.lanes >> (s + 1)
+            half = const_expr((rows >> s) // 2)
+            if const_expr(half):
+                upper = (lane & distance) != 0
+                for i in cutlass.range_constexpr(2 * half):
+                    low = sums[i]
+                    high = sums[2 * half + i]
+                    given = cutlass.select_(upper, low, high)
+                    sums[i] = cutlass.select_(upper, high, low) + self.exchanged(given, distance)
+            elif const_expr(rows):
+                for i in cutlass.range_constexpr(2):
+                    sums[i] = sums[i] + self.exchanged(sums[i], distance)
+            for i in cutlass.range_constexpr(2 * rows, n):
+                sums[i] = sums[i] + self.exchanged(sums[i], distance)
+        kept = const_expr(2 * self.own if rows else 0)
         if const_expr(self.split > 1):
+            if lane % self.alike == 0:
+                for i in cutlass.range_constexpr(kept):
+                    sR[turn, lane // self.lanes, group, kept * part + i] = sums[i]
             if lane % self.lanes == 0:
-                for i in cutlass.range_constexpr(n):
+                for i in cutlass.range_constexpr(2 * rows, n):
                     sR[turn, lane // self.lanes, group, i] = sums[i]
             cute.arch.sync_threads()
-            for i in cutlass.range_constexpr(n):
-                x = F32(0.0)
-                for w in cutlass.range_constexpr(self.split):
-                    x += sR[turn, w, group, i]
-                sums[i] = x
+            for i in cutlass.range_constexpr(kept):
+                sums[i] = self.over_warps(sR, turn, group, kept * part + i)
+            for i in cutlass.range_constexpr(2 * rows, n):
+                sums[i] = self.over_warps(sR, turn, group, i)
+
+    @cute.jit
+    def exchanged(self, x, distance: cutlass.Constexpr):
+        """x of the thread of the same row that is `distance` further, or as much before."""
+        return cute.arch.shuffle_sync_bfly(x, offset=distance * self.step, mask=-1, mask_and_clamp=31)
+
+    @cute.jit
+    def over_warps(self, sR, turn, group, i):
+        x = F32(0.0)
+        for w in cutlass.range_constexpr(self.split):
+            x += sR[turn, w, group, i]
+        return x
+
+    @cute.jit
+    def hand_round(self, own, rows, home):
+        """All RV rows' values from the threads that have them; home: the first of a row's threads in its warp."""
+        for i in cutlass.range_constexpr(self.RV):
+            if const_expr(self.own == self.RV):
+                rows[i] = own[i]
+            else:
+                owner = home + i // self.own * self.alike * self.step
+                rows[i] = cute.arch.shuffle_sync(own[i % self.own], offset=owner, mask=-1, mask_and_clamp=31)
 
     @cute.jit
     def advance(
         self, fh, rv, fq, fk, fg, decay: Float32, scaled: Float32, beta: Float32, kq: Float32, scale: Float32, use_qk_l2norm: Int32,
-        row0, lane, group, sR, turn, o,
+        row0, unit, lane, group, part, home, sR, turn, o,
     ):  # fmt: skip
         """One token on the RV by RK elements in fh: both sums, the update and the output rows. Gives the new `scaled`.
+
+        rv: v of the rows whose sums the thread will have, the part-th `own` ones of its RV.
 
         Staged or fenced, q and k come normalised. Else a thread's own come as they are: their norms are summed in the same butterflies as S k and
         S q and multiplied in afterwards, so that no sum stands before the state's arrival.
@@ -144,6 +215,7 @@ class Recurrent(decode.Decode):
                             fh[i, j] = fh[i, j] * scaled
                     scaled = F32(1.0)
         n = const_expr(2 * self.RV + (0 if self.normalised else 3))
+        rows = const_expr(self.RV if self.spread else 0)
         sums = cute.make_rmem_tensor((n,), F32)
         for i in cutlass.range_constexpr(self.RV):
             x = F32(0.0)
@@ -156,7 +228,7 @@ class Recurrent(decode.Decode):
         iq = F32(1.0)
         ik = F32(1.0)
         if const_expr(self.normalised):
-            self.reduce(sums, n, sR, turn, lane, group)
+            self.reduce(sums, rows, n, sR, turn, lane, group, part)
         else:
             sq = F32(0.0)
             sk = F32(0.0)
@@ -168,33 +240,41 @@ class Recurrent(decode.Decode):
             sums[n - 3] = sq
             sums[n - 2] = sk
             sums[n - 1] = kq
-            self.reduce(sums, n, sR, turn, lane, group)
+            self.reduce(sums, rows, n, sR, turn, lane, group, part)
             iq, ik = self.norms(sums[n - 3], sums[n - 2], scale, use_qk_l2norm)
             kq = sums[n - 1] * iq * ik
-        pq = cute.make_rmem_tensor((self.RV,), F32)
         unscale = ik
         if const_expr(self.loop and not self.per_k):
             unscale = cute.arch.rcp_approx(scaled) * ik
-        for i in cutlass.range_constexpr(self.RV):
+        ro = cute.make_rmem_tensor((self.own,), o.element_type)
+        wo = cute.make_rmem_tensor((self.own,), F32)
+        for i in cutlass.range_constexpr(self.own):
             u = (rv[i].to(F32) - sums[2 * i] * (scaled * ik)) * beta
-            pq[i] = sums[2 * i + 1] * (scaled * iq) + u * kq
-            w = u * unscale
+            ro[i] = (sums[2 * i + 1] * (scaled * iq) + u * kq).to(o.element_type)
+            wo[i] = u * unscale
+        w = cute.make_rmem_tensor((self.RV,), F32)
+        self.hand_round(wo, w, home)
+        for i in cutlass.range_constexpr(self.RV):
             for j in cutlass.range_constexpr(self.RK):
                 if const_expr(self.per_k or self.loop):
-                    fh[i, j] = fh[i, j] + w * fk[j]
+                    fh[i, j] = fh[i, j] + w[i] * fk[j]
                 else:
-                    fh[i, j] = fh[i, j] * scaled + w * fk[j]
+                    fh[i, j] = fh[i, j] * scaled + w[i] * fk[j]
         if const_expr(not self.loop):
             scaled = F32(1.0)
-        # lane i writes row i: one store for all rows of a group
-        for r in cutlass.range_constexpr((self.RV + self.lanes - 1) // self.lanes):
-            rows = const_expr(min(self.lanes, self.RV - r * self.lanes))
-            x = pq[r * self.lanes]
-            for i in cutlass.range_constexpr(1, rows):
-                if lane == i:
-                    x = pq[r * self.lanes + i]
-            if lane < rows:
-                o[row0 + r * self.lanes + lane] = x.to(o.element_type)
+        if const_expr(self.spread):
+            if lane % self.alike == 0 and lane < self.lanes:
+                cute.autovec_copy(ro, cute.local_tile(o, (self.own,), (unit,)))
+        else:
+            # lane i writes row i: one store for all rows of a group
+            for r in cutlass.range_constexpr((self.RV + self.lanes - 1) // self.lanes):
+                rows = const_expr(min(self.lanes, self.RV - r * self.lanes))
+                x = ro[r * self.lanes]
+                for i in cutlass.range_constexpr(1, rows):
+                    if lane == i:
+                        x = ro[r * self.lanes + i]
+                if lane < rows:
+                    o[row0 + r * self.lanes + lane] = x
         return scaled
 
     @cute.jit
@@ -206,7 +286,7 @@ class Recurrent(decode.Decode):
             sums[0] = sums[0] + fq[j] * fq[j]
             sums[1] = sums[1] + fk[j] * fk[j]
             sums[2] = sums[2] + fq[j] * fk[j]
-        self.reduce(sums, 3, sR, 0, lane, group)
+        self.reduce(sums, 0, 3, sR, 0, lane, group, None)
         iq, ik = self.norms(sums[0], sums[1], scale, use_qk_l2norm)
         for j in cutlass.range_constexpr(self.RK):
             fq[j] = fq[j] * iq
@@ -243,9 +323,8 @@ class Recurrent(decode.Decode):
         KDA's decays are computed once a warp, K/32 by each thread, and handed round in shared memory, sD: each by itself, the threads
         of a warp would compute them 32/lanes times over.
         """
-        for j in cutlass.range_constexpr(self.RK):
-            fq[j] = rq[j].to(F32)
-            fk[j] = rk[j].to(F32)
+        widen(rq, fq, self.spread)
+        widen(rk, fk, self.spread)
         decay = F32(1.0)
         if const_expr(self.per_k):
             W = const_expr(self.K // 32)
@@ -341,7 +420,7 @@ class Recurrent(decode.Decode):
         slots: Int32, tokens: Int32, columns, rows, steps, A_shared, dt_shared,
     ):  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
-        vt, hv, n = cute.arch.block_idx()
+        vt, hv, n = self.place()
         if const_expr(self.k_last):
             lane = tid % self.lanes
             group = tid // self.lanes
@@ -350,6 +429,9 @@ class Recurrent(decode.Decode):
             lane = warp % self.split * self.lanes + tid % 32 // self.step
             group = warp // self.split * self.step + tid % self.step
         hq, _ = divmod(hv, heads)
+        # which `own` of its RV rows a thread will have the sums of, and where in its warp the row's threads begin
+        part = lane % self.lanes // self.alike
+        home = tid % 32 - lane if const_expr(self.k_last) else tid % self.step
 
         slot, write_slot = self.slots_of(n, read_index, write_index, slot_index, accepted, columns)
         # the state's address waits for this: nothing may be computed before it that does not serve it
@@ -369,7 +451,7 @@ class Recurrent(decode.Decode):
         if const_expr(self.per_k and dt_bias is not None and not self.smem):
             rbias = cute.make_rmem_tensor((self.K // 32,), dt_bias.element_type)
             self.read_lane(dt_bias[dh, None], rbias, wl)
-        rv = cute.make_rmem_tensor((self.RV,), v.element_type)
+        rv = cute.make_rmem_tensor((self.own,), v.element_type)
         ga = F32(0.0)
         gb = F32(0.0)
         if const_expr(self.smem):
@@ -388,7 +470,7 @@ class Recurrent(decode.Decode):
             if const_expr(not self.per_k):
                 ga = a[ni, t0, hv].to(F32)
             gb = b[ni, t0, hv].to(F32)
-            self.read_values(v[ni, t0, hv, None], rv, v0 + group * self.RV)
+            self.read_values(v[ni, t0, hv, None], rv, self.unit(vt, 0, group, part))
         # Loads do not move across this; without it the compiler sinks them below the branch (0.08 us at B=1 on an H100).
         cute.arch.sync_warp()
 
@@ -457,21 +539,21 @@ class Recurrent(decode.Decode):
             # rolled: unrolled over four chunks of a large tile one variant took 2.1 s to compile instead of 0.5
             for it in cutlass.range(self.chunks, unroll=1):
                 row0 = v0 + it * self.chunk + group * self.RV
+                unit = self.unit(vt, it, group, part)
                 if const_expr(not self.early):
                     self.copy_rows(source, raw, row0, lane, False)
                     if const_expr(not self.loop and self.chunks > 1):
-                        self.read_values(v[ni, t0, hv, None], rv, row0)
+                        self.read_values(v[ni, t0, hv, None], rv, unit)
                 fh = self.fragment(F32)
-                rw = cute.make_rmem_tensor((self.RV,), v.element_type)
-                for i in cutlass.range_constexpr(self.RV):
+                rw = cute.make_rmem_tensor((self.own,), v.element_type)
+                for i in cutlass.range_constexpr(self.own):
                     rw[i] = rv[i]
-                    for j in cutlass.range_constexpr(self.RK):
-                        fh[i, j] = raw[i, j].to(F32)
+                widen(raw, fh, self.spread)
                 if const_expr(self.early and self.chunks > 1):
                     if it + 1 < self.chunks:
                         self.copy_rows(source, raw, row0 + self.chunk, lane, False)
                         if const_expr(not self.loop):
-                            self.read_values(v[ni, t0, hv, None], rv, row0 + self.chunk)
+                            self.read_values(v[ni, t0, hv, None], rv, self.unit(vt, it + 1, group, part))
                 scaled = F32(1.0)
                 if const_expr(self.loop):
                     for t in cutlass.range(length, unroll=1):
@@ -483,20 +565,21 @@ class Recurrent(decode.Decode):
                             decay = sS[t, 0]
                             beta = sS[t, 1]
                             kq = sS[t, 2]
-                            self.read_values(sV[t, None], rw, row0 - v0)
+                            self.read_values(sV[t, None], rw, self.unit(0, it, group, part))
                         else:
                             self.read_token(q, k, a, ni, t0 + t, hq, hv, lane, wl, rq, rk, rg)
                             if const_expr(not self.per_k):
                                 ga = a[ni, t0 + t, hv].to(F32)
                             gb = b[ni, t0 + t, hv].to(F32)
-                            self.read_values(v[ni, t0 + t, hv, None], rw, row0)
+                            self.read_values(v[ni, t0 + t, hv, None], rw, unit)
                             decay, beta = self.use_token(
                                 rq, rk, rg, rbias, ga, gb, A, bias, sD, lane, wl, fq, fk, fg,
                                 softplus_beta, softplus_threshold, lower_bound, beta_scale,
                             )  # fmt: skip
                         o = output[ni, t0 + t, hv, None]
                         scaled = self.advance(
-                            fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, lane, group, sR, t % 2, o,
+                            fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, unit, lane, group, part, home,
+                            sR, t % 2, o,
                         )  # fmt: skip
                         self.keep_state(
                             state, slot_index, intermediate, slots, columns, steps, n, row, t, hv, fh, scaled, keeps, null_index, row0, lane,
@@ -504,7 +587,7 @@ class Recurrent(decode.Decode):
                 else:
                     o = output[ni, t0, hv, None]
                     scaled = self.advance(
-                        fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, lane, group, sR, 0, o,
+                        fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, unit, lane, group, part, home, sR, 0, o,
                     )  # fmt: skip
                     self.keep_state(
                         state, slot_index, intermediate, slots, columns, steps, n, row, 0, hv, fh, scaled, keeps, null_index, row0, lane,

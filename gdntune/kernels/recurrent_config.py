@@ -7,7 +7,7 @@ from typing import Any
 from gdntune.arch import Device
 from gdntune.errors import UnsupportedProblem
 from gdntune.kernels.facts import compiled_tokens, facts
-from gdntune.kernels.spec import Kernel, knob
+from gdntune.kernels.spec import Block, Kernel, knob
 from gdntune.problem import ITEMSIZE, Contract
 
 
@@ -32,6 +32,10 @@ class Knobs:
         "T=1: a branch keeps what needs q, k and the gate behind the state's loads, and q and k are normalised there",
         default=False,
     )
+    spread: bool = knob(
+        "spread", "a row's sums end in a few of its threads, which hand u round; else in all of them", default=False
+    )
+    heads: bool = knob("heads", "T=1: neighbouring blocks have neighbouring heads, not one head's tiles", default=False)
 
 
 def held_rows(c: Contract, s: Knobs) -> int:
@@ -47,6 +51,22 @@ def held_elements(c: Contract, s: Knobs) -> int:
 def chunk_rows(c: Contract, s: Knobs) -> int:
     """Rows of V that a block holds at once."""
     return s.threads // (s.lanes * s.split) * held_rows(c, s)
+
+
+def block(c: Contract, s: Knobs) -> Block:
+    """Threads, and the shared memory that the kernel's allocations add up to."""
+    tokens, floats, values = compiled_tokens(c), 0, 0
+    if s.split > 1:
+        # two turns of a row's sums over its warps, padded to whole vectors
+        floats += 2 * (s.threads // s.lanes) * ((2 * held_rows(c, s) + 6) // 4 * 4)
+    if s.stage == "smem":
+        # q and k, of KDA the decays, and four scalars a token; and v
+        floats += tokens * ((3 if c.op == "kda_decode" else 2) * c.K + 4)
+        values = tokens * s.tile_v
+    elif c.op == "kda_decode":
+        # a warp's decays
+        floats += s.threads // 32 * c.K
+    return Block(s.threads, 4 * floats + ITEMSIZE[c.input_dtype] * values)
 
 
 def refuse(c: Contract, s: Knobs) -> str | None:
@@ -73,6 +93,10 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             return f"K={c.K} is not a multiple of lanes*split={s.lanes * s.split}"
         if s.ilp != 1:
             return f"ilp={s.ilp} with v_last: a thread holds vec rows, accepted is 1"
+    if s.spread and (held_rows(c, s) == 1 or s.lanes == 1):
+        return "spread=True: accepted with rows, and threads that share them, to spread over: more than one of each"
+    if s.heads and (compiled_tokens(c) > 1 or s.tile_v == c.V):
+        return f"heads=True: accepted at T=1 with more than one tile a head, tile_v={s.tile_v} of V={c.V}"
     if s.fence and (not s.early or compiled_tokens(c) > 1 or c.layout == "v_last"):
         return "fence=True: accepted with k_last at T=1 and early=True, where loads stand before the gate"
     rows = chunk_rows(c, s)
@@ -93,7 +117,7 @@ def _candidates(c: Contract) -> list[Knobs]:
     k_last = c.layout == "k_last"
     loop = compiled_tokens(c) > 1
     return [
-        Knobs(tile_v, ilp, vec, lanes, threads, stage, split, early, fence)
+        Knobs(tile_v, ilp, vec, lanes, threads, stage, split, early, fence, spread, heads)
         for stage in (("smem", "reg") if loop else ("reg",))
         for early in (True, False)
         for fence in ((False, True) if early and not loop else (False,))
@@ -102,6 +126,8 @@ def _candidates(c: Contract) -> list[Knobs]:
         for lanes in ((16, 8, 32, 4) if k_last else (4, 8, 2, 16, 1))
         for ilp in ((1, 2, 4, 8) if k_last else (1,))
         for split in ((1,) if k_last else (1, 2, 4, 8, 16))
+        for spread in (False, True)
+        for heads in (False, True)
         for tile_v in (8, 16, 32, 64, 128)
     ]
 
@@ -110,22 +136,28 @@ def _worth_trying(c: Contract, s: Knobs) -> bool:
     """Leaves out what lost everywhere on an H100, HV=64, B=1 to 512 (docs/measured.md, "What the recurrent kernel owes to what")."""
     elements = held_elements(c, s)
     chunks = s.tile_v // chunk_rows(c, s)
-    if chunks > 2 or elements < 8 or (s.fence and (c.op == "gdn_decode" or elements > 32)):
+    loop = compiled_tokens(c) > 1
+    if chunks > 2 or elements < 8 or s.stage != ("smem" if loop else "reg"):
+        # of more tokens each thread group would repeat the loads and norms, if they were not staged
+        return False
+    if s.fence and (c.op == "gdn_decode" or elements > 32 or not s.spread):
         return False
     if c.layout == "v_last":
-        if s.stage != ("smem" if compiled_tokens(c) > 1 else "reg") or s.lanes > 8 or s.threads < 64:
-            return False
         # From 4 threads of 16 bytes side by side; 8 and more won, with the row's K split over warps to keep registers few.
-        return s.early and s.vec * ITEMSIZE[c.state_dtype] == 16 and elements <= (128 if s.split == 1 else 64)
+        wide = s.vec * ITEMSIZE[c.state_dtype] == 16 and s.lanes <= 8 and s.threads >= 64 and not s.heads
+        return wide and s.early and elements <= (128 if s.split == 1 else 64) and (s.spread or s.split == 4)
     if elements > 64:
         return False
-    if compiled_tokens(c) == 1:
+    if not s.spread and held_rows(c, s) > (2 if s.tile_v <= 32 or not loop else 1):
+        # to hand u round is a wait, which counts where few blocks run, and half the instructions, which count elsewhere
+        return False
+    if not loop:
         # four lanes a row or eight bytes a load: more registers or more instructions for the same bytes in flight
-        return s.early and (s.lanes >= 8 or c.K % 64 != 0)
-    if s.stage == "reg":
-        # every thread group repeats the loads and norms of each token
-        return s.early and s.threads == 128 and s.lanes in (8, 16) and elements >= 32
-    return s.threads >= 64 and s.lanes <= 16 and elements >= 16
+        return s.early and chunks == 1 and (s.lanes >= 8 or c.K % 64 != 0)
+    if c.op == "kda_decode" and s.early and chunks == 2 and s.lanes == 4 and s.vec == 4:
+        # a decay for each of 32 key positions, beside two chunks of the state: 16 bytes spill
+        return False
+    return s.threads >= 64 and s.lanes <= 16 and elements >= 16 and (s.early or s.spread)
 
 
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
@@ -133,36 +165,57 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     return tuple(s for s in _candidates(c) if not refuse(c, s) and _worth_trying(c, s))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """What the default rule looks for."""
+
+    tile_v: int
+    lanes: int
+    elements: int
+    threads: int = 128
+    spread: bool = True
+    early: bool = True
+
+
+def _target(c: Contract, heads: float) -> _Target:
+    """From the winners on an H100, HV=64 and 32 (docs/results). heads: value heads in flight for each SM."""
+    narrow = ITEMSIZE[c.state_dtype] == 2
+    if c.layout == "v_last":
+        if narrow:
+            return _Target(64, 4, 64, spread=False) if heads < 48 else _Target(128, 4, 64, 256, spread=False)
+        return _Target(32, 4, 32) if heads < 12 else _Target(64, 2, 32, 256)
+    if heads < 0.4:
+        return _Target(16, 16, 16, spread=False)
+    if compiled_tokens(c) == 1:
+        if heads < 8:
+            return _Target(32, 8, 32, spread=False)
+        return _Target(64, 16, 64) if narrow else _Target(32, 16, 32)
+    if heads < 1.2:
+        return _Target(32, 16, 32)
+    if narrow:
+        return _Target(64 if heads < 4 else 128, 16, 64, early=False)
+    return _Target(64, 16, 64) if heads >= 4 else _Target(32, 16, 32)
+
+
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A rule for where no table speaks, by value heads in flight for each SM."""
-    tried = space(c, device)
-    legal = [s for s in tried if s.early and s.threads == 128] or [s for s in tried if s.early] or list(tried)
-    if not legal:
-        legal = [s for s in _candidates(c) if not refuse(c, s)]
+    legal = list(space(c, device)) or [s for s in _candidates(c) if not refuse(c, s)]
     if not legal:
         raise UnsupportedProblem(f"no setting of recurrent serves {c.key()}: {refuse(c, Knobs(32, 1, 8, 16, 128))}")
-    # H100, HV=64: small tiles while the heads are fewer than the SMs; with many tokens and heads the whole head, so that q and k are
-    # staged once
-    loop = compiled_tokens(c) > 1
-    heads = work_units / device.sm_count
-    if c.layout == "v_last":
-        wanted = 64
-    elif not loop:
-        wanted = 16 if heads < 0.4 else 32
-    else:
-        largest = 128 if ITEMSIZE[c.state_dtype] == 2 else 64
-        wanted = next((tile for tile, below in ((16, 0.4), (32, 0.8), (64, 1.7)) if heads < below), largest)
-    elements = 64 if (loop and wanted > 32) or c.layout == "v_last" else 32
-    lanes = 4 if c.layout == "v_last" else 16 if wanted == 16 else 8
+    target = _target(c, work_units / device.sm_count)
+    stage = "smem" if compiled_tokens(c) > 1 else "reg"
 
     def distance(s: Knobs) -> tuple[Any, ...]:
-        tile, share = abs(math.log2(s.tile_v / wanted)), abs(math.log2(s.lanes / lanes))
         return (
-            s.stage != ("smem" if loop else "reg"),
-            tile,
+            s.stage != stage,
+            s.heads or s.fence,
+            abs(math.log2(s.tile_v / target.tile_v)),
+            s.threads != target.threads,
+            s.spread != target.spread,
             -s.vec,
-            share,
-            abs(held_elements(c, s) - elements),
+            abs(math.log2(s.lanes / target.lanes)),
+            abs(held_elements(c, s) - target.elements),
+            s.early != target.early,
             s.split,
         )
 
@@ -180,4 +233,5 @@ KERNEL = Kernel(
     facts=facts,
     compiler="gdntune.kernels.recurrent:compile",
     sources=("gdntune.kernels.recurrent",),
+    block=block,
 )

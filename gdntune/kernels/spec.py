@@ -22,7 +22,7 @@ Nothing is allocated or kept by a kernel; CUDA kernels run on the current stream
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -56,6 +56,13 @@ class Variant(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=Tru
         return hash(self.id)
 
 
+class Block(NamedTuple):
+    """What a thread block is launched with: its threads, and bytes of shared memory."""
+
+    threads: int
+    shared_bytes: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """An entry of the registry. The search knows kernels by these fields alone.
@@ -67,6 +74,7 @@ class Kernel:
     facts: what an object is compiled for, as plain values; contracts with equal facts share objects.
     compiler: `module:function`, imported in a worker process, called with (facts, knobs as a dict, function name).
     leads: whether this kernel's default rule goes before those of kernels that the registry names earlier, by contract.
+    block: what a setting's thread blocks are launched with, by contract; None where there are none (the CPU).
     sources: modules or files below gdntune/ whose text decides the object; the fingerprint covers what they import from kernels/.
     """
 
@@ -81,6 +89,7 @@ class Kernel:
     compiler: str
     sources: tuple[str, ...]
     leads: Callable[[Contract], bool] = lambda _: False
+    block: Callable[[Contract, Any], Block] | None = None
 
     def variant(self, knobs: Any) -> Variant:
         """The variant of a setting; knobs at their default stay out of its id."""

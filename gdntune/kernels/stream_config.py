@@ -3,7 +3,7 @@
 import dataclasses
 
 from gdntune.arch import Device
-from gdntune.kernels.spec import Facts, Kernel, Variant, knob
+from gdntune.kernels.spec import Block, Facts, Kernel, Variant, knob
 from gdntune.problem import ITEMSIZE, Contract
 
 
@@ -69,6 +69,7 @@ KERNEL = Kernel(
     facts=facts,
     compiler="gdntune.kernels.stream:compile",
     sources=("gdntune.kernels.stream",),
+    block=lambda _, s: Block(s.threads, 0),
 )
 
 

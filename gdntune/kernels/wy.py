@@ -46,7 +46,7 @@ class WY(decode.Decode):
     def atom(self):
         return cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, F32, (16, 8, 16)))
 
-    def place(self, n, r, h=0):
+    def run_at(self, n, r, h=0):
         """Where run r of row or token n lies in a thread's registers, and in it product h."""
         return (n * self.runs + r) * self.vec + 4 * h
 
@@ -85,8 +85,8 @@ class WY(decode.Decode):
             for r in cutlass.range_constexpr(self.runs):
                 for h in cutlass.range_constexpr(self.steps):
                     for f in cutlass.range_constexpr(2):
-                        x = const_expr(2 * self.place(n, r, h) + 4 * f)
-                        y = const_expr(self.place(n, r, h) + 2 * f)
+                        x = const_expr(2 * self.run_at(n, r, h) + 4 * f)
+                        y = const_expr(self.run_at(n, r, h) + 2 * f)
                         cute.autovec_copy(self.pair(rk, y), self.pair(rx, x))
                         cute.autovec_copy(self.pair(rq, y), self.pair(rx, x + 2))
 
@@ -176,11 +176,11 @@ class WY(decode.Decode):
                     acc = self.accumulator(both, 0)
                     for r in cutlass.range_constexpr(self.runs):
                         for h in cutlass.range_constexpr(self.steps):
-                            at = 2 * self.place(j, r, h)
+                            at = 2 * self.run_at(j, r, h)
                             k = cute.make_rmem_tensor((4,), self.dtype)
                             for f in cutlass.range_constexpr(2):
                                 cute.autovec_copy(self.pair(rx, at + 4 * f), self.pair(k, 2 * f))
-                            x = self.operand_a(rx, 2 * self.place(n, r, h))
+                            x = self.operand_a(rx, 2 * self.run_at(n, r, h))
                             cute.mma_atom_call(atom, acc, x, self.operand_b(k, 0), acc)
                     for e in cutlass.range_constexpr(2):
                         i = 8 * j + 2 * c + e
@@ -204,7 +204,7 @@ class WY(decode.Decode):
         """The state's part in one product, as terms of the inputs' dtype that add up to it."""
         out = cute.make_rmem_tensor((self.terms * 4,), self.dtype)
         for i in cutlass.range_constexpr(4):
-            x = raw[self.place(j, r, h) + i].to(F32)
+            x = raw[self.run_at(j, r, h) + i].to(F32)
             for s in cutlass.range_constexpr(self.terms):
                 y = x.to(self.dtype)
                 out[4 * s + i] = y
@@ -227,10 +227,10 @@ class WY(decode.Decode):
                         if const_expr(self.terms > 1):
                             b = self.operand_b(parts, 4 * s)
                         else:
-                            b = self.operand_b(raw, self.place(j, r, h))
+                            b = self.operand_b(raw, self.run_at(j, r, h))
                         for n in cutlass.range_constexpr(self.tiles):
                             acc = self.accumulator(p, 4 * n)
-                            cute.mma_atom_call(atom, acc, self.operand_a(rx, 2 * self.place(n, r, h)), b, acc)
+                            cute.mma_atom_call(atom, acc, self.operand_a(rx, 2 * self.run_at(n, r, h)), b, acc)
             for n in cutlass.range_constexpr(self.tiles):
                 for e in cutlass.range_constexpr(2):
                     sP[8 * j + 2 * c + e, 8 * n + g] = p[4 * n + e]
@@ -287,20 +287,20 @@ class WY(decode.Decode):
                 # tokens along the contraction: both terms of u meet the same keys
                 b = cute.make_rmem_tensor((self.tiles * 4,), self.dtype)
                 for n in cutlass.range_constexpr(self.tiles):
-                    turned = transpose.pair(rx, 2 * self.place(n, r, i // 2) + i % 2 * 4)
+                    turned = transpose.pair(rx, 2 * self.run_at(n, r, i // 2) + i % 2 * 4)
                     for f in cutlass.range_constexpr(2):
                         cute.autovec_copy(turned, self.pair(b, 4 * n + 2 * f))
                 for m in cutlass.range_constexpr(pairs):
                     x = cute.make_rmem_tensor((4,), F32)
                     for half in cutlass.range_constexpr(2):
-                        y = self.pair(raw, self.place(2 * m + half, r) + 2 * i)
+                        y = self.pair(raw, self.run_at(2 * m + half, r) + 2 * i)
                         self.pair(x, 2 * half).store(y.load().to(F32) * total)
                     acc = self.accumulator(x, 0)
                     for n in cutlass.range_constexpr(self.tiles):
                         a = self.operand_a(w, (m * self.tiles + n) * 8)
                         cute.mma_atom_call(atom, acc, a, self.operand_b(b, 4 * n), acc)
                     for half in cutlass.range_constexpr(2):
-                        y = self.pair(raw, self.place(2 * m + half, r) + 2 * i)
+                        y = self.pair(raw, self.run_at(2 * m + half, r) + 2 * i)
                         y.store(self.pair(x, 2 * half).load().to(self.state_dtype))
 
     @cute.kernel
@@ -311,7 +311,7 @@ class WY(decode.Decode):
         slots: Int32, tokens: Int32, columns, rows, steps, A_shared, dt_shared,
     ):  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
-        vt, hv, n = cute.arch.block_idx()
+        vt, hv, n = self.place()
         wl = tid % 32
         w = tid // 32
         g = wl // 4

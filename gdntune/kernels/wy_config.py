@@ -5,7 +5,7 @@ import dataclasses
 from gdntune.arch import Device
 from gdntune.errors import UnsupportedProblem
 from gdntune.kernels.facts import compiled_tokens, facts
-from gdntune.kernels.spec import Facts, Kernel, knob
+from gdntune.kernels.spec import Block, Facts, Kernel, knob
 from gdntune.problem import ITEMSIZE, Contract
 
 
@@ -56,6 +56,17 @@ def refuse(c: Contract, s: Knobs) -> str | None:
 def wy_facts(c: Contract) -> Facts:
     """`facts`, but up to four tokens are compiled apart where no more can come and it won: half the arithmetic a row."""
     return {**facts(c), "tokens": 4} if c.tokens <= 4 and c.mode == "frozen" and not c.ragged else facts(c)
+
+
+def block(c: Contract, s: Knobs) -> Block:
+    """Threads, and the shared memory that the kernel's allocations add up to."""
+    N = -(-wy_facts(c)["tokens"] // 8) * 8
+    # of each warp sL, sE and sT, and a line of sP for each of its rows; the last line's padding is not there
+    shared = 4 * s.warps * (2 * N * N + 4 * N + s.rows * (2 * N + 4)) - 16
+    if c.mode == "update":
+        # a line of sW, in the inputs' 16 bits
+        shared += 2 * s.warps * s.rows * (2 * N + 8) - 16
+    return Block(32 * s.warps, shared)
 
 
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
@@ -112,4 +123,5 @@ KERNEL = Kernel(
     compiler="gdntune.kernels.wy:compile",
     sources=("gdntune.kernels.wy",),
     leads=leads,
+    block=block,
 )

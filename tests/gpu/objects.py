@@ -28,7 +28,7 @@ from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, contract_fault
 from gdntune.store import ObjectSpec, Store, object_spec, write_bundle
 
-DIFFERENTIAL_CONTRACTS = {"gdn_decode": 110, "kda_decode": 60}
+DIFFERENTIAL_CONTRACTS = {"gdn_decode": 110, "kda_decode": 80}
 LEAST_OF_A_KERNEL = 24
 # of the tests of the runtime in test_kernels_gpu.py
 RUNTIME_CONTRACTS = [Contract(), Contract(tokens=4), Contract(tokens=8, intermediate="dense")]
