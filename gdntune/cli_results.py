@@ -49,7 +49,7 @@ def report_(
 ) -> None:
     """Show what sweeps found: times, share of the DRAM's peak, time over the floor, which variant was chosen.
 
-    html is one file with pictures and samples, which opens without a network. It needs matplotlib: pip install 'gdntune[report]'.
+    html is one file with pictures and samples, which opens without a network. It needs matplotlib: pip install 'gdntune\\[report]'.
     """
     from gdntune.published import published
     from gdntune.report import report

@@ -170,6 +170,20 @@ def _baseline_lines(mine: "pd.DataFrame", baseline: Baseline | None) -> Iterator
     )
 
 
+def _choice_led(source: "Source") -> Iterator[bool]:
+    """For each held-out cell, whether the table's choice has final samples there."""
+    finals = {
+        (r.problem, r.variant.id)
+        for r in source.records
+        if isinstance(r, Trial) and r.stage == "final" and r.status == "ok"
+    }
+    rules = {rule.when: rule for rule in source.table.rules} if source.table else {}
+    for problem in {r.problem: None for r in source.records if isinstance(r, Cell) and r.purpose == "held-out"}:
+        rule = rules.get(problem.contract)
+        if rule:
+            yield (problem, rule.at(problem.work_units).variant) in finals
+
+
 def _held_out_lines(source: "Source") -> Iterator[str]:
     """What the table loses between the cells that it was made from."""
     e = source.table.evidence if source.table else None
@@ -179,6 +193,8 @@ def _held_out_lines(source: "Source") -> Iterator[str]:
             f"At {e.held_out_cells} held-out cells, which had no part in choosing, the table's choices lose {mean}"
             f"{e.held_out_regret_max:.2%} at most to the best variant there."
         )
+        if unled := sum(not led for led in _choice_led(source)):
+            yield f"At {unled} of these the choice was no leader: it has the screen's samples alone, and no time in the tables below."
 
 
 def _work_line(source: "Source") -> str:
