@@ -3,9 +3,9 @@
     S <- decay S;   u <- beta (v - S k);   o <- S q + u (k.q);   S <- S + u k^T        (S is [V, K], q and k normalised, q scaled)
 
 A thread holds RV rows of V by RK key positions of one head's state in fp32; `lanes` threads of a warp share RV rows and sum S k and
-S q by butterflies. With `spread` each step of these halves the rows too, so that a thread ends with the sums of `own` rows, computes their
-u and output alone, and hands u round: half the instructions, and one wait more. k_last reads vectors along K, v_last along V; the arithmetic between is the same. T = 1 is straight-line
-code, T >= 2 a loop at run time over a state that stays in registers.
+S q by butterflies. With `spread` each step of these halves the rows too, so that a thread ends with the sums of `own` rows, computes
+their u and output alone, and hands u round: half the instructions of the sums, and one wait more. k_last reads vectors along K, v_last
+along V; the arithmetic between is the same. T = 1 is straight-line code, T >= 2 a loop at run time over a state that stays in registers.
 """
 
 import cutlass
@@ -22,7 +22,9 @@ SMALLEST_SCALE = 2.0**-40
 
 @cute.jit
 def widen(narrow, wide, by_word: cutlass.Constexpr):
-    """Elements to fp32, of two register tensors with one layout."""
+    """Elements to fp32, of two register tensors with one layout. by_word: with `spread` alone, since without it the compiler then
+    moves what waits for q before the state's loads (docs/measured.md).
+    """
     n = const_expr(cute.size(narrow.shape))
     flat = cute.make_layout((n,))
     x = cute.make_tensor(narrow.iterator, flat)
