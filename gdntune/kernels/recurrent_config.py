@@ -143,9 +143,11 @@ def _worth_trying(c: Contract, s: Knobs) -> bool:
     if s.fence and (c.op == "gdn_decode" or elements > 32 or not s.spread):
         return False
     if c.layout == "v_last":
-        # From 4 threads of 16 bytes side by side; 8 and more won, with the row's K split over warps to keep registers few.
+        # From 4 threads of 16 bytes side by side; 8 and more won, with the row's K split over warps to keep registers few. Two chunks of
+        # 128 elements in fp32 spill.
         wide = s.vec * ITEMSIZE[c.state_dtype] == 16 and s.lanes <= 8 and s.threads >= 64 and not s.heads
-        return wide and s.early and elements <= (128 if s.split == 1 else 64) and (s.spread or s.split == 4)
+        fits = elements <= (128 if s.split == 1 and (chunks == 1 or ITEMSIZE[c.state_dtype] == 2) else 64)
+        return wide and s.early and fits and (s.spread or s.split == 4 or s.lanes == 1)
     if elements > 64:
         return False
     if not s.spread and held_rows(c, s) > (2 if s.tile_v <= 32 or not loop else 1):
