@@ -1,6 +1,7 @@
 """Knobs of `recurrent`: which settings are legal, which are worth trying, and the default rule."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -118,7 +119,8 @@ def _candidates(c: Contract) -> list[Knobs]:
     loop = compiled_tokens(c) > 1
     return [
         Knobs(tile_v, ilp, vec, lanes, threads, stage, split, early, fence, spread, heads)
-        for stage in (("smem", "reg") if loop else ("reg",))
+        # of more tokens each thread group would repeat the loads and norms, if they were not staged
+        for stage in ("smem" if loop else "reg",)
         for early in (True, False)
         for fence in ((False, True) if early and not loop else (False,))
         for threads in ((128, 64, 256, 32) if k_last else (128, 64, 256, 512))
@@ -127,7 +129,7 @@ def _candidates(c: Contract) -> list[Knobs]:
         for ilp in ((1, 2, 4, 8) if k_last else (1,))
         for split in ((1,) if k_last else (1, 2, 4, 8, 16))
         for spread in (False, True)
-        for heads in (False, True)
+        for heads in ((False,) if loop else (False, True))
         for tile_v in (8, 16, 32, 64, 128)
     ]
 
@@ -137,8 +139,7 @@ def _worth_trying(c: Contract, s: Knobs) -> bool:
     elements = held_elements(c, s)
     chunks = s.tile_v // chunk_rows(c, s)
     loop = compiled_tokens(c) > 1
-    if chunks > 2 or elements < 8 or s.stage != ("smem" if loop else "reg"):
-        # of more tokens each thread group would repeat the loads and norms, if they were not staged
+    if chunks > 2 or elements < 8:
         return False
     if s.fence and (c.op == "gdn_decode" or elements > 32 or not s.spread):
         return False
@@ -162,6 +163,7 @@ def _worth_trying(c: Contract, s: Knobs) -> bool:
     return s.threads >= 64 and s.lanes <= 16 and elements >= 16 and (s.early or s.spread)
 
 
+@functools.lru_cache(maxsize=256)
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
     return tuple(s for s in _candidates(c) if not refuse(c, s) and _worth_trying(c, s))
@@ -205,11 +207,9 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
     if not legal:
         raise UnsupportedProblem(f"no setting of recurrent serves {c.key()}: {refuse(c, Knobs(32, 1, 8, 16, 128))}")
     target = _target(c, work_units / device.sm_count)
-    stage = "smem" if compiled_tokens(c) > 1 else "reg"
 
     def distance(s: Knobs) -> tuple[Any, ...]:
         return (
-            s.stage != stage,
             s.heads or s.fence,
             abs(math.log2(s.tile_v / target.tile_v)),
             s.threads != target.threads,
