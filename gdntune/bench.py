@@ -19,7 +19,7 @@ from gdntune.derive import derive
 from gdntune.dispatch import Runtime
 from gdntune.errors import GdntuneError, JournalError, MeasurementError
 from gdntune.executors import Child, Crashed
-from gdntune.journal import FILE, Build, Cell, Check, Journal, Record, Run, Trial, digest
+from gdntune.journal import FILE, Build, Cell, Check, Journal, Record, Run, Trial
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.search import Progress, failures, run_header
@@ -256,7 +256,8 @@ class _Bench:
 
     def _timed(self, problem: Problem, entries: list[Named]) -> list[Record]:
         """Times a cell; after a crash without the entries that bring it about, each of which becomes a row that says so."""
-        ours, floors, search = self.ours[problem], self.floors[problem.contract], self.config.search
+        ours, search = self.ours[problem], self.config.search
+        floors = kernels.at(problem, self.device, self.floors[problem.contract])
         got: Any = None
         for _ in range(1 + RETRIES):
             got = self._measure(problem, ours, floors, entries, search)
@@ -311,6 +312,7 @@ class _Bench:
                 clocks_before=msgspec.to_builtins(got.before),
                 clocks_after=msgspec.to_builtins(got.after),
                 default_variant=kernels.default(problem.contract, problem.work_units, self.device).id,
+                choice=ours[0].id,
             ),
         ]
 
@@ -319,22 +321,11 @@ class _Bench:
     def _finish(self, journal: Journal) -> Outcome:
         records, run = journal.records, journal.run
         self.notes += failures([r for r in records if not (isinstance(r, Trial) and r.role == "peer")])
-        # The choice is the runtime's, made before: with the default beside it `derive` would choose anew among the two.
-        choices = {p: variants[0].id for p, variants in self.ours.items() if variants}
-        alone = [
-            r
-            for r in records
-            if not isinstance(r, Trial)
-            or r.role == "floor"
-            or (r.role, r.variant.id) == ("decode", choices.get(r.problem))
-        ]
         try:
-            table = derive(alone, run, regret=self.config.search.regret)
+            table = derive(records, run)
         except (JournalError, MeasurementError) as e:
             self.notes.append(str(e))
             return Outcome(None, run, records, self.notes, 0)
-        evidence = msgspec.structs.replace(table.evidence, journal_sha256=digest(run, records))
-        table = msgspec.structs.replace(table, evidence=evidence)
         save(table, self.folder / "table.json")
         return Outcome(table, run, records, self.notes, table.evidence.cells)
 

@@ -397,8 +397,9 @@ def _gate(
 
 def floor_case(
     problem: Problem, form: FloorForm, device: str | torch.device = "cpu", seed: int = 0
-) -> tuple[Tensor, Tensor | None, float, Tensor]:
-    """A floor kernel's arguments: state [B, HV*V*K], a buffer [B, steps, HV*V*K] or None, the factor 1.0 and a sink [1] fp32.
+) -> tuple[Tensor, Tensor, Tensor | None, float, Tensor]:
+    """A floor kernel's arguments: state [B, HV*V*K], its slots [B] int32 in shuffled order, a buffer [B, steps, HV*V*K] or None, the
+    factor 1.0 and a sink [1] fp32.
 
     `form` says how often the state is written in all: once in place where the mode is `update`, the rest into the buffer.
     """
@@ -407,4 +408,7 @@ def floor_case(
     state = _Draw(device, seed).fill(torch.empty(problem.B, size, dtype=kept, device=device), STATE_SPREAD)
     steps = form.writes - (c.mode == "update")
     buffer = torch.full((problem.B, steps, size), math.nan, dtype=kept, device=device) if steps else None
-    return state, buffer, 1.0, torch.zeros(1, device=device)
+    slots = list(range(problem.B))
+    random.Random(seed).shuffle(slots)
+    named = torch.tensor(slots, dtype=torch.int32, device=device)
+    return state, named, buffer, 1.0, torch.zeros(1, device=device)

@@ -46,6 +46,7 @@ def derive(
     one is taken that leaves it at the fewest of the cells where its mean ties with the best. It comes after the intervals, since the
     rule has steps of its own, and a table that followed each of its ties would be cut at all of them. By default what the rule chose
     when the cells were timed, where the header says that this counts.
+    A cell that names a choice made beforehand, a bench's, has that variant alone.
     admits: by a variant's id; the others count as never timed, also where a cell's best is sought.
     Raises JournalError where no cell has such a variant, MeasurementError for a time that cannot be true.
     """
@@ -227,9 +228,15 @@ def timed_cells(records: Iterable[Record], admits: Callable[[str], bool] | None 
     """The cells that have final samples of a variant that is right, in the journal's order; see `derive` for `admits`."""
     records = list(records)
     checked = _checked(records)
+    chosen = {r.problem: r.choice for r in records if isinstance(r, Cell) and r.choice is not msgspec.UNSET}
     if admits is not None:
         checked = {contract: frozenset(filter(admits, names)) for contract, names in checked.items()}
-    found = (_timed(p, trials, checked.get(p.contract, frozenset())) for p, trials in passes(records).items())
+
+    def names(p: Problem) -> frozenset[str]:
+        right = checked.get(p.contract, frozenset())
+        return right & {chosen[p]} if p in chosen else right
+
+    found = (_timed(p, trials, names(p)) for p, trials in passes(records).items())
     return [cell for cell in found if cell.finals]
 
 

@@ -105,6 +105,7 @@ class Cell(_Record, frozen=True, kw_only=True):
 
     stop: which condition ended it. clocks_before, clocks_after: as read by NVML, empty where there is none.
     default_variant: what the kernel's default rule chose here when it was timed; absent where it chose none, or an older version wrote.
+    choice: the variant that was chosen beforehand, of a bench: others that were timed beside it are not chosen among.
     purpose: why it was timed where it is no cell of the config: `bisection` of a crossover, or `held-out`, which has no part in choosing.
     timed_on: the device, where several shared the sweep.
     """
@@ -117,6 +118,7 @@ class Cell(_Record, frozen=True, kw_only=True):
     clocks_before: dict[str, Any] = {}
     clocks_after: dict[str, Any] = {}
     default_variant: str | msgspec.UnsetType = msgspec.UNSET
+    choice: str | msgspec.UnsetType = msgspec.UNSET
     purpose: Literal["bisection", "held-out"] | msgspec.UnsetType = msgspec.UNSET
     timed_on: str | msgspec.UnsetType = msgspec.UNSET
 

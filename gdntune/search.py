@@ -296,7 +296,7 @@ class _Sweep:
         asked = trials.Plan(
             problem,
             variants,
-            self.floors[contract],
+            kernels.at(problem, self.device, self.floors[contract]),
             cells.effort(self.config, problem),
             default.id if default in variants else msgspec.UNSET,
             purpose,

@@ -123,13 +123,14 @@ class Session:
         contract, variant = kernels.flush()
         function = self.function(contract, variant, label="flush")
         sink = torch.zeros(1, device=self.place)
-        views: dict[int, Any] = {}
+        views: dict[int, tuple[Any, Any]] = {}
 
         def read(buffer: Any) -> None:
             view = views.get(buffer.data_ptr())
             if view is None:
-                view = views[buffer.data_ptr()] = buffer.view(torch.float32).view(-1, variant.knobs["tile"])
-            function(view, None, 1.0, sink)
+                rows = buffer.view(torch.float32).view(-1, variant.knobs["tile"])
+                view = views[buffer.data_ptr()] = rows, torch.arange(len(rows), dtype=torch.int32, device=self.place)
+            function(*view, None, 1.0, sink)
 
         return read
 
@@ -293,9 +294,11 @@ def _floor_arguments(problem: Problem, turns: int, place: str) -> list[tuple[Any
     from gdntune.cases import floor_case
 
     whole = msgspec.structs.replace(problem, B=problem.B * turns)
-    state, buffer, factor, sink = floor_case(whole, sol.floor_form(problem.contract), place)
+    state, slots, buffer, factor, sink = floor_case(whole, sol.floor_form(problem.contract), place)
     buffers = [None] * turns if buffer is None else buffer.split(problem.B)
-    return [(part, b, factor, sink) for part, b in zip(state.split(problem.B), buffers, strict=True)]
+    # a turn's slots are those of its own part of the states, shuffled
+    named = [slots[slots // problem.B == turn] % problem.B for turn in range(turns)]
+    return [(part, *x, factor, sink) for part, *x in zip(state.split(problem.B), named, buffers, strict=True)]
 
 
 # One session a process, made by its initializer.

@@ -23,7 +23,7 @@ KERNEL = "recurrent"
 _RATIOS = ("tile_v", "ilp", "vec", "lanes", "threads")
 
 
-def wanted(contract: Contract, work_units: int, sm_count: int) -> dict[str, int | str] | None:
+def wanted(contract: Contract, work_units: int, sm_count: int) -> dict[str, int] | None:
     """The knobs that FlashInfer takes; None for a contract that it has no kernel with thresholds for.
 
     It serves GDN with raw gates, a K-last state and V of 128 or less, in bf16 or fp32.
@@ -36,8 +36,7 @@ def wanted(contract: Contract, work_units: int, sm_count: int) -> dict[str, int 
         return None
     tile_v, rows, wide = (_bf16 if c.state_dtype == "bf16" else _fp32)(c, work_units, sm_count)
     vec = 8 if wide else 4
-    stage = "reg" if c.tokens == 1 else "smem"
-    return {"tile_v": min(tile_v, c.V), "ilp": rows, "vec": vec, "lanes": c.K // vec, "threads": 128, "stage": stage}
+    return {"tile_v": min(tile_v, c.V), "ilp": rows, "vec": vec, "lanes": c.K // vec, "threads": 128}
 
 
 def _bf16(c: Contract, w: int, sm_count: int) -> tuple[int, int, bool]:
@@ -66,7 +65,7 @@ def _fp32(c: Contract, w: int, sm_count: int) -> tuple[int, int, bool]:
 def nearest(contract: Contract, work_units: int, sm_count: int, variants: Iterable[Variant]) -> str | None:
     """The variant, by id, with FlashInfer's knobs, or those nearest to them by ratios; None where it has no thresholds, or none is ours.
 
-    variants: of equally near ones the first is taken. Where q and k are kept counts first, then the sum of the ratios of all others.
+    variants: of equally near ones the first is taken. Nearness is the sum of the ratios.
     """
     asked = wanted(contract, work_units, sm_count)
     if asked is None:
@@ -77,6 +76,6 @@ def nearest(contract: Contract, work_units: int, sm_count: int, variants: Iterab
     return min(ours, key=lambda v: _distance(v.knobs, asked)).id
 
 
-def _distance(knobs: Mapping[str, int | str | bool], asked: Mapping[str, int | str]) -> tuple[float, ...]:
+def _distance(knobs: Mapping[str, int | str | bool], asked: Mapping[str, int]) -> tuple[float, ...]:
     apart = [abs(math.log2(int(knobs[name]) / int(asked[name]))) for name in _RATIOS]
-    return (knobs["stage"] != asked["stage"], sum(apart), *apart)
+    return (sum(apart), *apart)

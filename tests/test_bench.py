@@ -162,6 +162,9 @@ def test_the_tables_choice_is_timed(tmp_path, store):
     assert outcome.table.evidence.journal_sha256 == digest(*read(folder))
     frame = report.report([folder]).frame
     assert frame[frame["chosen"]]["variant"].tolist() == [other.id]
+    (folder / "table.json").unlink()
+    again = report.report([folder]).frame  # the journal alone says as much
+    assert again[again["chosen"]]["variant"].tolist() == [other.id]
 
 
 def write_table(path, problem: Problem, variant: Variant, folder, store):

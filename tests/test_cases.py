@@ -267,7 +267,8 @@ def test_floor_case(intermediate, mode, steps):
     """The state, written in place for an update, and a buffer for the writes of the tokens."""
     contract = Contract(**SMALL, tokens=3, intermediate=intermediate, mode=mode)
     problem = Problem(contract, 2, 1, 2)
-    state, buffer, factor, sink = floor_case(problem, floor_form(contract))
+    state, slots, buffer, factor, sink = floor_case(problem, floor_form(contract))
+    assert slots.dtype == torch.int32 and sorted(slots.tolist()) == [0, 1]
     assert state.shape == (2, 2 * 64 * 32) and state.dtype == DTYPES["bf16"] and (state != 0).float().mean() > 0.99
     assert (buffer.shape == (2, steps, 2 * 64 * 32)) if steps else buffer is None
     assert factor == 1.0 and sink.tolist() == [0.0] and sink.dtype == torch.float32

@@ -235,7 +235,7 @@ def test_every_16_bit_number_converts(dtype, vec, function):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(DTYPES[dtype]).view(2, -1)
     for factor in (1.0, -0.7310585975646973, 3.0e-5, 1.0e4):
         state = every.clone()
-        run(state, None, factor, torch.zeros(1))
+        run(state, torch.arange(2, dtype=torch.int32), None, factor, torch.zeros(1))
         want = (every.float() * torch.tensor(factor)).to(DTYPES[dtype])
         assert torch.equal(state.isnan(), want.isnan())
         same = (state.view(torch.int16) == want.view(torch.int16)) | want.isnan()
@@ -261,15 +261,23 @@ def test_the_floor_moves_what_it_should(mode, intermediate, function):
     """read; read and write; read and T writes, with and without the last."""
     contract = Contract(mode=mode, intermediate=intermediate, tokens=3, V=96, K=96, state_dtype="fp32")
     problem = Problem(contract, 3, 1, 1)
-    state, buffer, _, sink = floor_case(problem, floor_form(contract))
+    state, slots, buffer, _, sink = floor_case(problem, floor_form(contract))
+    slots = slots[slots != 1]
+    buffer = buffer[:2] if buffer is not None else None
     before = state.clone()
     run = function(FLOOR, contract, cpu_stream_config.Knobs(16, 4, 16, around=intermediate != "none"))
-    run(state, buffer, 0.5, sink)
-    assert torch.equal(state, before * 0.5 if mode == "update" else before)
+    run(state, slots, buffer, 0.5, sink)
+    moved = before[slots.long()]
+    if mode == "update":
+        assert torch.equal(state[slots.long()], moved * 0.5) and torch.equal(state[1], before[1])
+    else:
+        assert torch.equal(state, before)
     if buffer is not None:
-        assert torch.equal(buffer, (before * 0.5)[:, None].expand_as(buffer))
+        assert torch.equal(buffer, (moved * 0.5)[:, None].expand_as(buffer))
     elif mode == "frozen":
-        torch.testing.assert_close(float(sink), float(before.double().sum()), rtol=1e-4, atol=1e-2)
+        torch.testing.assert_close(float(sink), float(moved.double().sum()), rtol=1e-4, atol=1e-2)
+    with pytest.raises(ValueError, match="slots: 3 was given, accepted are 0 to 2"):
+        run(state, slots + 1 + (slots == 0), buffer, 0.5, sink)
 
 
 def test_sixteen_tokens(function):

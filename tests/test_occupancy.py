@@ -24,13 +24,13 @@ SETTINGS = {
     "KDA, T=8, staged, fp32": (
         "recurrent",
         KDA.replace(tokens=5, state_dtype="fp32"),
-        recurrent_config.Knobs(32, 2, 4, 16, 256, "smem"),
+        recurrent_config.Knobs(32, 2, 4, 16, 256),
     ),
-    "T=8, staged": ("recurrent", Contract(tokens=3), recurrent_config.Knobs(64, 4, 8, 16, 128, "smem", spread=True)),
+    "T=8, staged": ("recurrent", Contract(tokens=3), recurrent_config.Knobs(64, 4, 8, 16, 128, spread=True)),
     "T=16, staged, K=96": (
         "recurrent",
         Contract(tokens=9, K=96, V=192, input_dtype="fp16"),
-        recurrent_config.Knobs(64, 4, 4, 8, 128, "smem"),
+        recurrent_config.Knobs(64, 4, 4, 8, 128),
     ),
     "split rows": (
         "recurrent",

@@ -1,13 +1,15 @@
 """The registry of kernels: a new one is a module, its config and a line here. Nothing else knows kernels by name."""
 
+from collections.abc import Iterable
+
 from gdntune.arch import Device
 from gdntune.errors import UnknownName, UnsupportedProblem, listed
 from gdntune.kernels import cpu_recurrent_config, cpu_stream_config, recurrent_config, stream_config, wy_config
 from gdntune.kernels.spec import Kernel, Role, Variant
 from gdntune.kernels.stream_config import flush
-from gdntune.problem import Contract
+from gdntune.problem import Contract, Problem
 
-__all__ = ["KERNELS", "default", "fingerprints", "flush", "get", "refuse", "serving", "variants"]
+__all__ = ["KERNELS", "at", "default", "fingerprints", "flush", "get", "refuse", "serving", "variants"]
 
 KERNELS: dict[str, Kernel] = {
     k.name: k
@@ -36,6 +38,11 @@ def serving(device: Device, role: Role) -> tuple[Kernel, ...]:
 def variants(contract: Contract, device: Device, role: Role = "decode") -> tuple[Variant, ...]:
     """Every variant worth trying for a contract on a device, kernel by kernel, simplest first."""
     return tuple(v for k in serving(device, role) for v in k.variants(contract, device))
+
+
+def at(problem: Problem, device: Device, found: Iterable[Variant]) -> list[Variant]:
+    """Those of a contract's variants that are timed at a problem's cell."""
+    return [v for v in found if get(v.kernel).at(problem, device, get(v.kernel).setting(v.knobs))]
 
 
 def refuse(contract: Contract, variant: Variant) -> str | None:

@@ -45,17 +45,17 @@ class Recurrent(decode.Decode):
     """The compile-time facts of one object."""
 
     def __init__(self, facts: dict, knobs: dict):
-        super().__init__(facts, knobs["tile_v"], knobs["threads"], heads_first=knobs["heads"])
+        super().__init__(facts, knobs["tile_v"], knobs["threads"], knobs["registers"], heads_first=knobs["heads"])
         self.vec, self.lanes = knobs["vec"], knobs["lanes"]
-        self.smem, self.early, self.fence = knobs["stage"] == "smem", knobs["early"], knobs["fence"]
-        # whether q and k are normalised before the state is waited for
-        self.normalised = self.smem or self.fence
+        self.early, self.fence = knobs["early"], knobs["fence"]
+        # whether q and k are normalised before the state is waited for; of several tokens they are, once a block, in shared memory
+        self.normalised = self.loop or self.fence
         self.split, self.spread = knobs["split"], knobs["spread"]
         self.shares = self.lanes * self.split
         self.RK = self.K // self.shares
         self.RV = knobs["ilp"] if self.k_last else self.vec
-        # a thread's key positions: KC runs of KV neighbours
-        self.KV = self.vec if self.k_last else self.RK
+        # a thread's key positions: KC runs of KV neighbours, a run of each of a row's threads beside the next one's
+        self.KV = self.vec if self.k_last else min(self.RK, knobs["run"] or self.RK)
         self.KC = self.RK // self.KV
         # in a warp, v_last puts the threads of a row apart so that neighbours read along V
         self.step = 1 if self.k_last else 32 // self.lanes
@@ -85,10 +85,8 @@ class Recurrent(decode.Decode):
 
     def unit(self, vt, it, group, part):
         """Where a thread's `own` rows are, in units of them, in chunk `it` of tile vt."""
-        if self.spread:
-            tile, chunk, rows = self.tile_v // self.own, self.chunk // self.own, self.RV // self.own
-            return vt * tile + it * chunk + group * rows + part
-        return (vt * self.tile_v + it * self.chunk + group * self.RV) // self.RV
+        row = vt * self.tile_v + it * self.chunk + group * self.RV
+        return (row + part * self.own if self.spread else row) // self.own
 
     @cute.jit
     def copy_rows(self, tile, raw, row0, lane, store: cutlass.Constexpr):
@@ -104,7 +102,8 @@ class Recurrent(decode.Decode):
                         cute.autovec_copy(m, r)
         else:
             for j in cutlass.range_constexpr(self.RK):
-                m = cute.local_tile(tile[lane * self.RK + j, None], (self.vec,), (row0 // self.vec,))
+                key = (j // self.KV * self.shares + lane) * self.KV + j % self.KV
+                m = cute.local_tile(tile[key, None], (self.vec,), (row0 // self.vec,))
                 r = raw[None, j]
                 if const_expr(store):
                     cute.autovec_copy(r, m)
@@ -197,8 +196,8 @@ class Recurrent(decode.Decode):
 
         rv: v of the rows whose sums the thread will have, the part-th `own` ones of its RV.
 
-        Staged or fenced, q and k come normalised. Else a thread's own come as they are: their norms are summed in the same butterflies as S k and
-        S q and multiplied in afterwards, so that no sum stands before the state's arrival.
+        Of several tokens, or fenced, q and k come normalised. Else a thread's own come as they are: their norms are summed in the same
+        butterflies as S k and S q and multiplied in afterwards, so that no sum stands before the state's arrival.
 
         With one decay a head fh holds S / scaled, so that a token of a loop costs three operations an element, not four, and T = 1
         sums while the gate is still being computed. KDA's decays are applied to the elements, and scaled stays 1.
@@ -334,8 +333,6 @@ class Recurrent(decode.Decode):
             for j in cutlass.range_constexpr(W):
                 b = F32(0.0) if const_expr(rbias is None) else rbias[j].to(F32)
                 own[j] = gates.decay(self.gate, rg[j].to(F32), A, b, softplus_beta, threshold, lower_bound)
-            if const_expr(self.loop):
-                cute.arch.sync_warp()  # the token before has been read
             cute.autovec_copy(own, cute.local_tile(sD, (W,), (wl,)))
             cute.arch.sync_warp()
             self.read_key(sD, fg, lane)
@@ -450,13 +447,13 @@ class Recurrent(decode.Decode):
         wl = tid % 32
         rg = cute.make_rmem_tensor((self.K // 32,), a.element_type)
         rbias = None
-        if const_expr(self.per_k and dt_bias is not None and not self.smem):
+        if const_expr(self.per_k and dt_bias is not None and not self.loop):
             rbias = cute.make_rmem_tensor((self.K // 32,), dt_bias.element_type)
             self.read_lane(dt_bias[dh, None], rbias, wl)
         rv = cute.make_rmem_tensor((self.own,), v.element_type)
         ga = F32(0.0)
         gb = F32(0.0)
-        if const_expr(self.smem):
+        if const_expr(self.loop):
             # a warp's tokens lie side by side
             per_token = cute.make_layout((self.stage_tokens, self.K // 32), stride=(self.K // 32, 1))
             wq = cute.make_rmem_tensor(per_token, q.element_type)
@@ -467,7 +464,7 @@ class Recurrent(decode.Decode):
                 cute.make_layout((self.stage_values, self.VW), stride=(self.VW, 1)), v.element_type
             )
             self.read_stage(q, k, v, a, b, ni, t0, length, hq, hv, v0, tid, wq, wk, wg, ws, wv)
-        elif const_expr(not self.loop):
+        else:
             self.read_token(q, k, a, ni, t0, hq, hv, lane, wl, rq, rk, rg)
             if const_expr(not self.per_k):
                 ga = a[ni, t0, hv].to(F32)
@@ -507,10 +504,10 @@ class Recurrent(decode.Decode):
                 stride = (self.split * self.groups * n4, self.groups * n4, n4, 1)
                 sR = smem.allocate_tensor(F32, cute.make_layout(shape, stride=stride), 16)
             sD = None
-            if const_expr(self.per_k and not self.smem):
+            if const_expr(self.per_k and not self.loop):
                 shape, stride = (self.warps, self.K), (self.K, 1)
                 sD = smem.allocate_tensor(F32, cute.make_layout(shape, stride=stride), 16)[tid // 32, None]
-            if const_expr(self.smem):
+            if const_expr(self.loop):
                 T = const_expr(self.tokens)
                 wide = cute.make_layout((T, self.K), stride=(self.K, 1))
                 sQ = smem.allocate_tensor(F32, wide, 16)
@@ -525,7 +522,7 @@ class Recurrent(decode.Decode):
                     scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, use_qk_l2norm,
                 )  # fmt: skip
                 cute.arch.sync_threads()
-            elif const_expr(not self.loop and self.fence):
+            elif const_expr(self.fence):
                 # Always true, which the compiler cannot know: arithmetic does not move across a branch.
                 if beta_scale != F32(0.0):
                     decay, beta = self.use_token(
@@ -533,7 +530,7 @@ class Recurrent(decode.Decode):
                         softplus_beta, softplus_threshold, lower_bound, beta_scale,
                     )  # fmt: skip
                     kq = self.normalise(fq, fk, scale, use_qk_l2norm, lane, group, sR)
-            elif const_expr(not self.loop):
+            else:
                 decay, beta = self.use_token(
                     rq, rk, rg, rbias, ga, gb, A, bias, sD, lane, wl, fq, fk, fg,
                     softplus_beta, softplus_threshold, lower_bound, beta_scale,
@@ -559,25 +556,14 @@ class Recurrent(decode.Decode):
                 scaled = F32(1.0)
                 if const_expr(self.loop):
                     for t in cutlass.range(length, unroll=1):
-                        if const_expr(self.smem):
-                            self.read_key(sQ[t, None], fq, lane)
-                            self.read_key(sK[t, None], fk, lane)
-                            if const_expr(self.per_k):
-                                self.read_key(sG[t, None], fg, lane)
-                            decay = sS[t, 0]
-                            beta = sS[t, 1]
-                            kq = sS[t, 2]
-                            self.read_values(sV[t, None], rw, self.unit(0, it, group, part))
-                        else:
-                            self.read_token(q, k, a, ni, t0 + t, hq, hv, lane, wl, rq, rk, rg)
-                            if const_expr(not self.per_k):
-                                ga = a[ni, t0 + t, hv].to(F32)
-                            gb = b[ni, t0 + t, hv].to(F32)
-                            self.read_values(v[ni, t0 + t, hv, None], rw, unit)
-                            decay, beta = self.use_token(
-                                rq, rk, rg, rbias, ga, gb, A, bias, sD, lane, wl, fq, fk, fg,
-                                softplus_beta, softplus_threshold, lower_bound, beta_scale,
-                            )  # fmt: skip
+                        self.read_key(sQ[t, None], fq, lane)
+                        self.read_key(sK[t, None], fk, lane)
+                        if const_expr(self.per_k):
+                            self.read_key(sG[t, None], fg, lane)
+                        decay = sS[t, 0]
+                        beta = sS[t, 1]
+                        kq = sS[t, 2]
+                        self.read_values(sV[t, None], rw, self.unit(0, it, group, part))
                         o = output[ni, t0 + t, hv, None]
                         scaled = self.advance(
                             fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, unit, lane, group, part, home,

@@ -21,10 +21,8 @@ class Knobs:
     vec: int = knob("vec", "state elements one load moves")
     lanes: int = knob("ln", "threads that share a row, a power of two")
     threads: int = knob("th", "threads a block")
-    stage: str = knob(
-        "", "where normalised q and k live: reg (each thread its own) or smem (once a block)", default="reg"
-    )
     split: int = knob("sp", "warps that share a row's K (v_last)", default=1)
+    run: int = knob("run", "key positions side by side in a thread (v_last); 0: all that it has", default=0)
     early: bool = knob(
         "early", "the state's loads go before the gate, and the next rows' before this ones' stores", default=False
     )
@@ -37,6 +35,7 @@ class Knobs:
         "spread", "a row's sums end in a few of its threads, which hand u round; else in all of them", default=False
     )
     heads: bool = knob("heads", "T=1: neighbouring blocks have neighbouring heads, not one head's tiles", default=False)
+    registers: int = knob("rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0)
 
 
 def held_rows(c: Contract, s: Knobs) -> int:
@@ -60,7 +59,7 @@ def block(c: Contract, s: Knobs) -> Block:
     if s.split > 1:
         # two turns of a row's sums over its warps, padded to whole vectors
         floats += 2 * (s.threads // s.lanes) * ((2 * held_rows(c, s) + 6) // 4 * 4)
-    if s.stage == "smem":
+    if tokens > 1:
         # q and k, of KDA the decays, and four scalars a token; and v
         floats += tokens * ((3 if c.op == "kda_decode" else 2) * c.K + 4)
         values = tokens * s.tile_v
@@ -72,8 +71,6 @@ def block(c: Contract, s: Knobs) -> Block:
 
 def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
-    if s.stage not in ("reg", "smem"):
-        return f"stage={s.stage!r}: accepted are reg, smem"
     if s.threads not in (32, 64, 128, 256, 512):
         return f"threads={s.threads}: accepted are 32, 64, 128, 256, 512"
     if s.lanes not in (1, 2, 4, 8, 16, 32):
@@ -87,6 +84,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             return f"K={c.K} is not a multiple of vec*lanes={s.vec * s.lanes}"
         if s.split != 1:
             return f"split={s.split} with k_last: a row is one warp's, accepted is 1"
+        if s.run:
+            return f"run={s.run} with k_last: a thread's neighbours are those of a load, accepted is 0"
     else:
         if s.split not in (1, 2, 4, 8, 16) or s.threads // 32 % s.split:
             return f"split={s.split} of {s.threads // 32} warps: accepted are 1, 2, 4, 8, 16 that divide the warps"
@@ -94,8 +93,13 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             return f"K={c.K} is not a multiple of lanes*split={s.lanes * s.split}"
         if s.ilp != 1:
             return f"ilp={s.ilp} with v_last: a thread holds vec rows, accepted is 1"
+        held = c.K // (s.lanes * s.split)
+        if s.run not in (0, 1, 2, 4, 8) or (s.run and (s.run >= held or held % s.run)):
+            return f"run={s.run} of the {held} key positions that a thread holds: accepted are 0 and 1, 2, 4, 8 that divide them"
     if s.spread and (held_rows(c, s) == 1 or s.lanes == 1):
         return "spread=True: accepted with rows, and threads that share them, to spread over: more than one of each"
+    if s.registers not in (0, 64, 96, 128):
+        return f"registers={s.registers}: accepted are 0, 64, 96, 128"
     if s.heads and (compiled_tokens(c) > 1 or s.tile_v == c.V):
         return f"heads=True: accepted at T=1 with more than one tile a head, tile_v={s.tile_v} of V={c.V}"
     if s.fence and (not s.early or compiled_tokens(c) > 1 or c.layout == "v_last"):
@@ -118,9 +122,7 @@ def _candidates(c: Contract) -> list[Knobs]:
     k_last = c.layout == "k_last"
     loop = compiled_tokens(c) > 1
     return [
-        Knobs(tile_v, ilp, vec, lanes, threads, stage, split, early, fence, spread, heads)
-        # of more tokens each thread group would repeat the loads and norms, if they were not staged
-        for stage in ("smem" if loop else "reg",)
+        Knobs(tile_v, ilp, vec, lanes, threads, split, run, early, fence, spread, heads, registers)
         for early in (True, False)
         for fence in ((False, True) if early and not loop else (False,))
         for threads in ((128, 64, 256, 32) if k_last else (128, 64, 256, 512))
@@ -128,8 +130,10 @@ def _candidates(c: Contract) -> list[Knobs]:
         for lanes in ((16, 8, 32, 4) if k_last else (4, 8, 2, 16, 1))
         for ilp in ((1, 2, 4, 8) if k_last else (1,))
         for split in ((1,) if k_last else (1, 2, 4, 8, 16))
+        for run in ((0,) if k_last or loop else (4, 2, 1, 0))
         for spread in (False, True)
         for heads in ((False,) if loop else (False, True))
+        for registers in ((0,) if k_last != loop else (0, 96) if k_last else (0, 64))
         for tile_v in (8, 16, 32, 64, 128)
     ]
 
@@ -138,7 +142,7 @@ def _worth_trying(c: Contract, s: Knobs) -> bool:
     """Leaves out what lost everywhere on an H100, HV=64, B=1 to 512 (docs/measured.md, "What the recurrent kernel owes to what")."""
     elements = held_elements(c, s)
     chunks = s.tile_v // chunk_rows(c, s)
-    loop = compiled_tokens(c) > 1
+    loop, narrow = compiled_tokens(c) > 1, ITEMSIZE[c.state_dtype] == 2
     if chunks > 2 or elements < 8:
         return False
     if s.fence and (c.op == "gdn_decode" or elements > 32 or not s.spread):
@@ -146,9 +150,18 @@ def _worth_trying(c: Contract, s: Knobs) -> bool:
     if c.layout == "v_last":
         # From 4 threads of 16 bytes side by side; 8 and more won, with the row's K split over warps to keep registers few. Two chunks of
         # 128 elements in fp32 spill.
-        wide = s.vec * ITEMSIZE[c.state_dtype] == 16 and s.lanes <= 8 and s.threads >= 64 and not s.heads
-        fits = elements <= (128 if s.split == 1 and (chunks == 1 or ITEMSIZE[c.state_dtype] == 2) else 64)
-        return wide and s.early and fits and (s.spread or s.split == 4 or s.lanes == 1)
+        wide = s.vec * ITEMSIZE[c.state_dtype] == 16 and s.lanes <= 8 and s.threads >= 64
+        fits = elements <= (128 if s.split == 1 and (chunks == 1 or narrow) else 64)
+        if not (wide and s.early and fits):
+            return False
+        if loop:
+            return s.spread or s.split == 4 or s.lanes == 1
+        # A thread's rows of K all side by side: up to 4% slower. Capped, where a few registers too many cost a block, and nothing spills.
+        many = s.split >= 4 or (chunks == 1 and s.split == 2)
+        if s.registers:
+            near = c.op == "gdn_decode" and c.gate == "raw" and c.pool and elements == 32 and s.lanes in (2, 4)
+            return near and not narrow and many and not s.spread and (s.run == 4 or (s.run == 1 and not s.heads))
+        return many and s.run > 0 and s.threads <= 256 and (s.spread or s.lanes == 1)
     if elements > 64:
         return False
     if not s.spread and held_rows(c, s) > (2 if s.tile_v <= 32 or not loop else 1):
@@ -160,6 +173,10 @@ def _worth_trying(c: Contract, s: Knobs) -> bool:
     if c.op == "kda_decode" and s.early and chunks == 2 and s.lanes == 4 and s.vec == 4:
         # a decay for each of 32 key positions, beside two chunks of the state: 16 bytes spill
         return False
+    if s.registers:
+        # a fifth block an SM, where nothing spills for it
+        near = narrow and s.spread and s.lanes == 16 and s.threads == 128 and elements == 64
+        return near and (s.tile_v == 64 or (s.tile_v == 128 and not s.early and c.intermediate == "none"))
     return s.threads >= 64 and s.lanes <= 16 and elements >= 16 and (s.early or s.spread)
 
 
@@ -179,6 +196,7 @@ class _Target:
     threads: int = 128
     spread: bool = True
     early: bool = True
+    run: int = 0
 
 
 def _target(c: Contract, heads: float) -> _Target:
@@ -186,8 +204,8 @@ def _target(c: Contract, heads: float) -> _Target:
     narrow = ITEMSIZE[c.state_dtype] == 2
     if c.layout == "v_last":
         if narrow:
-            return _Target(64, 4, 64, spread=False) if heads < 48 else _Target(128, 4, 64, 256, spread=False)
-        return _Target(32, 4, 32) if heads < 12 else _Target(64, 2, 32, 256)
+            return _Target(64, 4, 64, run=2) if heads < 24 else _Target(128, 2, 64, 256, run=2)
+        return _Target(32, 4, 32, run=4) if heads < 12 else _Target(64, 2, 32, 256, run=4)
     if heads < 0.4:
         return _Target(16, 16, 16, spread=False)
     if compiled_tokens(c) == 1:
@@ -210,7 +228,7 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
 
     def distance(s: Knobs) -> tuple[Any, ...]:
         return (
-            s.heads or s.fence,
+            s.heads or s.fence or s.registers > 0,
             abs(math.log2(s.tile_v / target.tile_v)),
             s.threads != target.threads,
             s.spread != target.spread,
@@ -219,6 +237,7 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
             abs(held_elements(c, s) - target.elements),
             s.early != target.early,
             s.split,
+            abs(s.run - target.run),
         )
 
     return min(legal, key=distance)

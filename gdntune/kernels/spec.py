@@ -16,7 +16,8 @@ Calling convention. A decode kernel, CPU or CUDA, takes these positional argumen
     scale, softplus_beta, softplus_threshold, lower_bound, beta_scale   float32 (beta_scale is 2 for negative eigenvalues)
     null_index, use_qk_l2norm   int32 (an index that is negative or equals null_index is padding)
 
-A floor kernel takes (state [slots, n], intermediate [slots, steps, n] or None, factor float32, sink [1] float32).
+A floor kernel takes (state [slots, n], slots [B] int32: those that it moves, one after another, intermediate [B, steps, n] or None,
+factor float32, sink [1] float32).
 Nothing is allocated or kept by a kernel; CUDA kernels run on the current stream.
 """
 
@@ -28,13 +29,13 @@ import msgspec
 
 from gdntune.arch import Device
 from gdntune.errors import UnknownName, listed
-from gdntune.problem import Contract
+from gdntune.problem import Contract, Problem
 
 DECODE_ARGUMENTS = (
     "state q k v a b A_log dt_bias read_index write_index slot_index accepted cu_seqlens intermediate output "
     "scale softplus_beta softplus_threshold lower_bound beta_scale null_index use_qk_l2norm"
 ).split()
-FLOOR_ARGUMENTS = ("state", "intermediate", "factor", "sink")
+FLOOR_ARGUMENTS = ("state", "slots", "intermediate", "factor", "sink")
 
 Role = Literal["decode", "floor"]
 Facts = Mapping[str, Any]
@@ -74,6 +75,7 @@ class Kernel:
     facts: what an object is compiled for, as plain values; contracts with equal facts share objects.
     compiler: `module:function`, imported in a worker process, called with (facts, knobs as a dict, function name).
     leads: whether this kernel's default rule goes before those of kernels that the registry names earlier, by contract.
+    at: whether a setting is timed at a problem's cell on a device; all are, unless it says otherwise.
     block: what a setting's thread blocks are launched with, by contract; None where there are none (the CPU).
     sources: modules or files below gdntune/ whose text decides the object; the fingerprint covers what they import from kernels/.
     """
@@ -89,6 +91,7 @@ class Kernel:
     compiler: str
     sources: tuple[str, ...]
     leads: Callable[[Contract], bool] = lambda _: False
+    at: Callable[[Problem, Device, Any], bool] = lambda problem, device, setting: True
     block: Callable[[Contract, Any], Block] | None = None
 
     def variant(self, knobs: Any) -> Variant:

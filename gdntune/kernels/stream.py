@@ -1,13 +1,14 @@
 """The floor: a kernel that loads and stores the bytes of a state and computes next to nothing.
 
 Forms: read; read and write in place (`update`); and a copy for each of `steps` tokens besides (`steps`). It is tuned over its own
-launch shapes like any kernel: measured on an H100, 256 threads win at one request and 128 at sixteen.
+launch shapes like any kernel: measured on an H100, 256 threads win at one request and 128 at sixteen. `indexed`: over the slots that an
+index names, as a kernel with a pool has them; else over those from 0 on.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Float16, Float32, Int64, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
@@ -19,16 +20,18 @@ class Stream:
     def __init__(self, facts: dict, knobs: dict):
         self.dtype = DTYPES[facts["state_dtype"]]
         self.update, self.steps = facts["update"], facts["steps"]
-        self.tile, self.ilp, self.vec, self.threads, self.early = (
-            knobs[n] for n in ("tile", "ilp", "vec", "threads", "early")
+        self.tile, self.ilp, self.vec, self.threads, self.early, self.indexed = (
+            knobs[n] for n in ("tile", "ilp", "vec", "threads", "early", "indexed")
         )
         self.chunk = self.threads * self.vec * self.ilp
         self.chunks = self.tile // self.chunk
 
     @cute.jit
-    def stream_state(self, state, intermediate, factor: Float32, sink, stream: CUstream):
-        grid = (state.shape[1] // self.tile, state.shape[0], 1)
-        self.kernel(state, intermediate, factor, sink).launch(grid=grid, block=(self.threads, 1, 1), stream=stream)
+    def stream_state(self, state, slots, intermediate, factor: Float32, sink, stream: CUstream):
+        grid = (state.shape[1] // self.tile, slots.shape[0], 1)
+        self.kernel(state, slots if const_expr(self.indexed) else None, intermediate, factor, sink).launch(
+            grid=grid, block=(self.threads, 1, 1), stream=stream
+        )
 
     @cute.jit
     def load(self, row, raw, first, tid):
@@ -43,10 +46,10 @@ class Stream:
             cute.autovec_copy(raw[i, None], cute.local_tile(row, (self.vec,), (at,)))
 
     @cute.kernel
-    def kernel(self, state, intermediate, factor: Float32, sink):
+    def kernel(self, state, slots, intermediate, factor: Float32, sink):
         tid, _, _ = cute.arch.thread_idx()
         block, n, _ = cute.arch.block_idx()
-        row = state[Int64(n), None]
+        row = state[Int64(slots[n] if const_expr(self.indexed) else n), None]
         layout = cute.make_layout((self.ilp, self.vec), stride=(self.vec, 1))
         raw = cute.make_rmem_tensor(layout, self.dtype)
         total = Float32(0.0)
@@ -82,17 +85,27 @@ def compile(facts: dict, knobs: dict, options: str, prefix: str):
     """The compiled function of one setting, for the architecture that CUTE_DSL_ARCH names; profilers show `prefix`."""
     kernel = Stream(facts, knobs)
     align = 16 // (kernel.dtype.width // 8)
-    slots, width = cute.sym_int(symbol="slots"), cute.sym_int(symbol="elements", divisibility=knobs["tile"])
-    state = make_fake_tensor(kernel.dtype, (slots, width), (cute.sym_int64(divisibility=align), 1), assumed_align=16)
+    B, width = cute.sym_int(symbol="B"), cute.sym_int(symbol="elements", divisibility=knobs["tile"])
+    state = make_fake_tensor(
+        kernel.dtype, (cute.sym_int(), width), (cute.sym_int64(divisibility=align), 1), assumed_align=16
+    )
     intermediate = None
     if facts["steps"]:
         strides = (cute.sym_int64(divisibility=align), cute.sym_int64(divisibility=align), 1)
         intermediate = make_fake_tensor(
-            kernel.dtype, (slots, cute.sym_int(symbol="steps"), width), strides, assumed_align=16
+            kernel.dtype, (B, cute.sym_int(symbol="steps"), width), strides, assumed_align=16
         )
+    slots = make_fake_tensor(Int32, (B,), (1,), assumed_align=4)
     sink = make_fake_tensor(Float32, (1,), (1,), assumed_align=4)
     kernel.kernel.set_name_prefix(prefix, remove_cutlass_symbol=True, keep_mangled_name=False)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
-        kernel.stream_state, state, intermediate, Float32(1.0), sink, stream, options=f"--enable-tvm-ffi {options}"
+        kernel.stream_state,
+        state,
+        slots,
+        intermediate,
+        Float32(1.0),
+        sink,
+        stream,
+        options=f"--enable-tvm-ffi {options}",
     )

@@ -4,7 +4,8 @@ import dataclasses
 
 from gdntune.arch import Device
 from gdntune.kernels.spec import Block, Facts, Kernel, Variant, knob
-from gdntune.problem import ITEMSIZE, Contract
+from gdntune.problem import ITEMSIZE, Contract, Problem
+from gdntune.sol import state_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +17,9 @@ class Knobs:
     vec: int = knob("vec", "state elements one load moves")
     threads: int = knob("th", "threads a block")
     early: bool = knob("early", "the next loads go before this ones' stores", default=False)
+    indexed: bool = knob(
+        "idx", "over the slots that an index names, in its order; else over those from 0 on", default=False
+    )
 
 
 def facts(c: Contract) -> Facts:
@@ -33,18 +37,29 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return f"tile={s.tile} is not a multiple of threads*vec*ilp={s.threads * s.vec * s.ilp}"
     if (c.K * c.V) % s.tile:
         return f"K*V={c.K * c.V} is not a multiple of tile={s.tile}"
+    if s.indexed and not c.pool:
+        return "indexed=True without a pool: states lie in the order of the requests, accepted is False"
     return None
+
+
+def at(p: Problem, device: Device, s: Knobs) -> bool:
+    """Whether a setting is the floor of a problem.
+
+    Of a pool whose states are more than L2 holds, the slots in the order that the case's index has them, shuffled: what cannot be had
+    otherwise by any kernel. Of fewer, those from 0 on: order costs them nothing, and to wait for an index would hide what kernels lose.
+    """
+    return s.indexed == (p.contract.pool and state_bytes(p) > device.l2_bytes)
 
 
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
     vec = 16 // ITEMSIZE[c.state_dtype]
     kept = []
-    for early in (False, True):
+    for early, indexed in ((e, i) for i in ((False, True) if c.pool else (False,)) for e in (False, True)):
         for threads in (128, 256, 64):
             for ilp in (1, 2, 4, 8):
                 for tile in (1024, 2048, 4096, 8192, 16384):
-                    s = Knobs(tile, ilp, vec, threads, early)
+                    s = Knobs(tile, ilp, vec, threads, early, indexed)
                     chunks = tile // (threads * vec * ilp)
                     if not refuse(c, s) and chunks <= 4 and not (early and chunks == 1):
                         kept.append(s)
@@ -54,7 +69,7 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A middling shape."""
     vec = 16 // ITEMSIZE[c.state_dtype]
-    best = [s for s in space(c, device) if s.threads == 128 and s.vec == vec and not s.early]
+    best = [s for s in space(c, device) if s.threads == 128 and s.vec == vec and not s.early and not s.indexed]
     return min(best, key=lambda s: (abs(s.tile - 4096), abs(s.ilp - 4)))
 
 
@@ -67,6 +82,7 @@ KERNEL = Kernel(
     refuse=refuse,
     default=default,
     facts=facts,
+    at=at,
     compiler="gdntune.kernels.stream:compile",
     sources=("gdntune.kernels.stream",),
     block=lambda _, s: Block(s.threads, 0),

@@ -32,6 +32,12 @@ DIFFERENTIAL_CONTRACTS = {"gdn_decode": 110, "kda_decode": 80}
 LEAST_OF_A_KERNEL = 24
 # of the tests of the runtime in test_kernels_gpu.py
 RUNTIME_CONTRACTS = [Contract(), Contract(tokens=4), Contract(tokens=8, intermediate="dense")]
+FLOOR_CONTRACTS = [
+    Contract(),
+    Contract(mode="frozen"),
+    Contract(tokens=3, mode="frozen", intermediate="dense"),
+    Contract(state_dtype="fp32", tokens=3, intermediate="slots"),
+]
 
 
 def random_contract(op: str, pick: random.Random) -> Contract:
@@ -82,6 +88,12 @@ def differential_variants(op: str) -> list[tuple[Contract, Variant]]:
     return found
 
 
+def floors(contract: Contract, device: arch.Device) -> list[Variant]:
+    """The default floor of a contract, and the first that takes its slots from an index."""
+    found = kernels.variants(contract, device, "floor")
+    return [kernels.default(contract, 64, device, "floor"), next(v for v in found if v.knobs["indexed"])]
+
+
 def choices(contract: Contract, device: arch.Device) -> list[Variant]:
     """Every variant that the runtime can choose for a contract on a device, by its table or the default rule."""
     return list({c.variant.id: c.variant for c in Runtime(device).choices(contract)}.values())
@@ -103,6 +115,7 @@ def contracts() -> list[Contract]:
 def objects(device: arch.Device) -> list[tuple[ObjectSpec, str]]:
     """The objects of these contracts, of the differential run and of the sweeps of faulty kernels, each once, with its compiler."""
     pairs = [(c, v) for c in contracts() for v in choices(c, device)]
+    pairs += [(c, v) for c in FLOOR_CONTRACTS for v in floors(c, device)]
     for op in DIFFERENTIAL_CONTRACTS:
         pairs += differential_variants(op)
     found = [(object_spec(kernels.get(v.kernel), c, v, device), kernels.get(v.kernel).compiler) for c, v in pairs]

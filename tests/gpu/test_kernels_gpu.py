@@ -10,14 +10,15 @@ from collections import Counter
 import msgspec
 import pytest
 import torch
-from objects import differential_variants
+from objects import FLOOR_CONTRACTS, differential_variants, floors
 
 from gdntune import kernels
 from gdntune.arch import detect
-from gdntune.cases import make_case
+from gdntune.cases import floor_case, make_case
 from gdntune.check import Truth, compare
 from gdntune.dispatch import runtime
 from gdntune.problem import Contract, Problem
+from gdntune.sol import floor_form
 
 pytestmark = pytest.mark.gpu
 
@@ -171,6 +172,24 @@ def test_same_inputs_same_bits(tokens):
         function(*case.arguments())
         results.append((case.output, case.state))
     assert all(torch.equal(o, results[0][0]) and torch.equal(s, results[0][1]) for o, s in results)
+
+
+@pytest.mark.parametrize("contract", FLOOR_CONTRACTS, ids=Contract.key)
+def test_the_floor_moves_the_slots_that_are_named(contract):
+    """By its index in its order, else from 0 on; what is not named stays, and what is moved is multiplied by the factor."""
+    problem = Problem(contract, 5, 1, 2)
+    for variant in floors(contract, detect("cuda")):
+        state, slots, buffer, _, sink = floor_case(problem, floor_form(contract), "cuda")
+        assert slots.tolist() != list(range(5))
+        before, (function,) = state.clone(), runtime("cuda").functions(contract, [variant])
+        function(state, slots[:3], None if buffer is None else buffer[:3], 0.5, sink)
+        moved = slots[:3].long() if variant.knobs["indexed"] else torch.arange(3, device="cuda")
+        rest = torch.tensor([n not in moved.tolist() for n in range(5)], device="cuda")
+        assert torch.equal(state[moved], before[moved] * (0.5 if contract.mode == "update" else 1.0))
+        assert torch.equal(state[rest], before[rest])
+        if buffer is not None:
+            assert torch.equal(buffer[:3], (before[moved] * 0.5)[:, None].expand_as(buffer[:3]))
+            assert buffer[3:].isnan().all()
 
 
 def test_registry_serves_this_device():

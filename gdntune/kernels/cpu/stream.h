@@ -1,8 +1,8 @@
 // The floor: moves the bytes of the state that a decode kernel moves and computes next to nothing.
 //
-//     read            state [slots, n] is read; its sum goes to sink
-//     read, write     state is multiplied by `factor` in place
-//     read, T writes  state, multiplied by `factor`, goes to intermediate [slots, T, n], and back where it is written
+//     read            the `slots` [B] of state [*, n] are read; their sum goes to sink
+//     read, write     they are multiplied by `factor` in place
+//     read, T writes  multiplied by `factor` they go to intermediate [B, T, n], and back where the state is written
 //
 // A task is `block` KiB of one slot; `ilp` vectors of `vec` elements are in flight.
 #pragma once
@@ -64,30 +64,35 @@ class Stream {
 
  public:
   static int call(const TVMFFIAny* values, int count, TVMFFIAny* result) {
-    static constexpr const char* names[] = {"state", "intermediate", "factor", "sink"};
+    static constexpr const char* names[] = {"state", "slots", "intermediate", "factor", "sink"};
     return answer(result, [&] {
-      const Arguments given(values, count, names, 4);
-      int64_t slots = -1, n = -1, one = 1;
-      const Tensor state = given.tensor(0, type_in_memory<State>, "[slots, n]", {&slots, &n}, true);
+      const Arguments given(values, count, names, 5);
+      int64_t held = -1, n = -1, B = -1, one = 1;
+      const Tensor state = given.tensor(0, type_in_memory<State>, "[slots, n]", {&held, &n}, true);
+      const Tensor slots = given.tensor(1, int32, "[B]", {&B});
       Tensor buffer;
-      if (given.has(1)) {
-        buffer = given.tensor(1, type_in_memory<State>, "[slots, steps, n]", {&slots, nullptr, &n}, true);
+      if (given.has(2)) {
+        buffer = given.tensor(2, type_in_memory<State>, "[B, steps, n]", {&B, nullptr, &n}, true);
       }
-      const float factor = float(given.number(2));
-      const Tensor sink = given.tensor(3, fp32, "[1]", {&one});
+      const float factor = float(given.number(3));
+      const Tensor sink = given.tensor(4, fp32, "[1]", {&one});
       if (n % 32) refuse("ValueError", "state: n=%lld was given, accepted are multiples of 32", (long long)n);
-      const int64_t steps = buffer.given ? buffer.size[1] : 0, blocks = (n + block - 1) / block, tasks = slots * blocks;
+      for (int64_t i = 0; i < B; i++) {
+        const int64_t slot = slots.index(i);
+        if (slot < 0 || slot >= held) refuse("ValueError", "slots: %lld was given, accepted are 0 to %lld", (long long)slot, (long long)held - 1);
+      }
+      const int64_t steps = buffer.given ? buffer.size[1] : 0, blocks = (n + block - 1) / block, tasks = B * blocks;
       float sum = 0;
 #pragma omp parallel reduction(+ : sum)
       {
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < tasks; i++) {
-          const int64_t slot = i / blocks, first = i % blocks * block, size = n - first < block ? n - first : block;
-          State* s = reinterpret_cast<State*>(state.at(slot)) + first;
+          const int64_t row = i / blocks, first = i % blocks * block, size = n - first < block ? n - first : block;
+          State* s = reinterpret_cast<State*>(state.at(slots.index(row))) + first;
           const State* ahead = nullptr;
-          if (i + 1 < tasks) ahead = reinterpret_cast<State*>(state.at((i + 1) / blocks)) + (i + 1) % blocks * block;
+          if (i + 1 < tasks) ahead = reinterpret_cast<State*>(state.at(slots.index((i + 1) / blocks))) + (i + 1) % blocks * block;
           for (int64_t t = 0; t < steps; t++) {
-            State* to = reinterpret_cast<State*>(buffer.at(slot, t)) + first;
+            State* to = reinterpret_cast<State*>(buffer.at(row, t)) + first;
             copy<Setting::around>(s, to, size, factor, t ? nullptr : ahead);
           }
           if (Setting::write) copy<false>(s, s, size, factor, steps ? nullptr : ahead);
