@@ -33,7 +33,7 @@ _HASHED = {
     "Part": "name model batch contracts shards tokens kernels",
     "Model": "H HV K V",
     "Policy": "timer l2",
-    "Search": "screen_rounds keep final_rounds max_cell_seconds regret",
+    "Search": "screen_rounds keep final_rounds placements max_cell_seconds regret",
     "ContractPart": "op layout input_dtype state_dtype gate_dtype beta_dtype A_log_dtype dt_bias_dtype gate beta mode intermediate "
     "accepted pool ragged",
 }
@@ -70,7 +70,8 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How much a sweep spends on a cell.
 
     screen_rounds: samples of every variant in the first look. keep: leaders timed again. final_rounds: samples of each of them;
-    200 is where a 1% difference of means decides. max_cell_seconds: a cell's timing ends here, with the rounds it has.
+    200 is where a 1% difference of means decides. placements: sets of tensors, each elsewhere in memory, among which the final rounds are
+    shared out: on one set a variant's lead of 1% may be its place's. max_cell_seconds: a cell's timing ends here, with the rounds it has.
     regret: how much slower than a cell's best the chosen variant may be, where that saves an interval or a variant.
     bisect: where neighbouring cells choose otherwise, cells between them are timed until their work units are within this ratio, as 1.1;
     none where it is left out. extra_cells: how many a contract that adds at most.
@@ -83,6 +84,7 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     screen_rounds: Count = 6
     keep: Count = 4
     final_rounds: Count = 200
+    placements: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     max_cell_seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0
     regret: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01
     bisect: Annotated[float, msgspec.Meta(gt=1, le=16)] | None = None

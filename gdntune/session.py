@@ -210,8 +210,7 @@ class Session:
         start = time.perf_counter()
         before = clocks(self.index if self.device.kind == "cuda" else None)
         self.load(problem.contract, [*decode, *floor])
-        calls = self.calls(problem, "decode", decode)
-        everything = [*calls.calls, *self.calls(problem, "floor", floor).calls]
+        calls, everything = self._laid_out(problem, decode, floor)
         screen: list[list[float]] = self.timer.measure(everything, min(FIRST_LOOK_ROUNDS, search.screen_rounds))
         n = len(decode)
         more = search.screen_rounds - FIRST_LOOK_ROUNDS
@@ -225,12 +224,21 @@ class Session:
         leaders += _best(screen, range(n, len(everything)), FLOOR_LEADERS, at_least=search.screen_rounds)
         calls.restore()
         rounds, stop = self._rounds(screen, leaders, search, time.perf_counter() - start)
-        final = dict(zip(leaders, self.timer.measure([everything[i] for i in leaders], rounds), strict=True))
-        self.synchronize()
-        if not calls.finite():
-            raise MeasurementError(
-                f"{problem.key()}: the output is not finite after {rounds} rounds: a variant that passed its check broke"
-            )
+        final: dict[int, list[float]] = {i: [] for i in leaders}
+        sets = [(calls, everything)]
+        del calls, everything
+        for place, count in enumerate(_shares(rounds, search.placements)):
+            if place:
+                self._move(sets, problem, decode, floor)
+            calls, everything = sets[-1]
+            for i, samples in zip(leaders, self.timer.measure([everything[i] for i in leaders], count), strict=True):
+                final[i] += samples
+            self.synchronize()
+            if not calls.finite():
+                raise MeasurementError(
+                    f"{problem.key()}: the output is not finite after {rounds} rounds: a variant that passed its check broke"
+                )
+            del calls, everything
         after = clocks(self.index if self.device.kind == "cuda" else None)
         timed = [
             Timed(v, "decode" if i < n else "floor", screen[i], final.get(i, []))
@@ -239,6 +247,20 @@ class Session:
         return CellResult(
             timed, stop, time.perf_counter() - start, before, after, throttled(before) or throttled(after)
         )
+
+    def _laid_out(
+        self, problem: Problem, decode: Sequence[Variant], floor: Sequence[Variant]
+    ) -> tuple["Calls", list[Callable[[int], Any]]]:
+        """A cell's tensors, and the callables of all variants on them, the decode role's first."""
+        calls = self.calls(problem, "decode", decode)
+        return calls, [*calls.calls, *self.calls(problem, "floor", floor).calls]
+
+    def _move(self, sets: list[Any], problem: Problem, decode: Sequence[Variant], floor: Sequence[Variant]) -> None:
+        """Adds a set of tensors elsewhere in memory, since the earlier ones are held; where there is no room for that, these go first."""
+        needed = (len(sets) + 1) * 2 * sol.bytes_moved(problem)
+        if self.chained is not None or needed > self.device.memory_bytes // 4:
+            sets.clear()
+        sets.append(self._laid_out(problem, decode, floor))
 
     def _rounds(self, screen: list[list[float]], leaders: list[int], search: Search, spent: float) -> tuple[int, str]:
         """How many final rounds fit into the cell's time, and the stop rule that this is."""
@@ -269,6 +291,12 @@ class Session:
     def peaks(self) -> dict[str, float]:
         """The DRAM's bandwidth by source, GB/s."""
         return measured_peaks(self.device, self.index)
+
+
+def _shares(rounds: int, parts: int) -> list[int]:
+    """Rounds in as many parts, or fewer where there are fewer rounds, equal to one."""
+    parts = min(rounds, parts)
+    return [rounds * (i + 1) // parts - rounds * i // parts for i in range(parts)]
 
 
 def _best(samples: list[list[float]], among: Sequence[int], count: int, at_least: int = 0) -> list[int]:

@@ -347,7 +347,7 @@ def test_sha256_of_parts():
 
 
 PUBLISHED = {
-    "qwen3.5-397b-a17b": "070e3eab1a6138ae156e8b8cce141eecf525b5e91d11af33b1bc8707c02d55d6",
+    "qwen3.5-397b-a17b": "9f1a718b166e930819d28d9cfe400c5ad3d1b52c0e6a252e205e69ebc62aaa35",
     "kimi-linear-48b-a3b": "9fbd8deb785be8ff1f82c79d19c9fb25eea92b51f05a5b2f6a4c9fea4504e28f",
 }
 

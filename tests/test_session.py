@@ -62,6 +62,41 @@ def test_a_cell_ends_with_its_time(variants):
     assert 20 <= max(len(t.final_us) for t in result.timed) < 10**6
 
 
+@pytest.mark.parametrize("room", [True, False])
+def test_final_rounds_on_several_sets_of_tensors(variants, monkeypatch, room):
+    """Rounds are shared out among placements, each with tensors elsewhere while there is room to hold the earlier ones."""
+    store, decode, floor = variants
+    mine = a_session(store)
+    if not room:
+        mine.device = msgspec.structs.replace(mine.device, memory_bytes=1)
+    held, addresses = [], []
+    calls = mine.calls
+
+    def watched(problem, role, found):
+        made = calls(problem, role, found)
+        if role == "decode":
+            held.append(weakref.ref(made.case))
+            addresses.append(made.case.state.data_ptr())
+        return made
+
+    monkeypatch.setattr(mine, "calls", watched)
+    placed = msgspec.structs.replace(SEARCH, placements=5)
+    result = mine.time_cell(PROBLEM, decode, floor, placed)
+    assert len(addresses) == 5 and (not room or len(set(addresses)) == 5)
+    assert {len(t.final_us) for t in result.timed} == {0, 12}
+    gc.collect()
+    assert all(case() is None for case in held)
+
+
+def test_more_placements_than_rounds():
+    """Each has a round at least, and none is lost."""
+    assert (
+        session._shares(12, 5) == [2, 2, 3, 2, 3]
+        and session._shares(3, 8) == [1, 1, 1]
+        and session._shares(7, 1) == [7]
+    )
+
+
 def test_rotate_walks_through_the_pool(variants):
     """Fault: one buffer timed again and again is the cache: under rotate each round takes other slots, kernels and floors alike."""
     store, decode, _floor = variants
