@@ -33,7 +33,7 @@ _HASHED = {
     "Part": "name model batch contracts shards tokens kernels",
     "Model": "H HV K V",
     "Policy": "timer l2",
-    "Search": "screen_rounds keep final_rounds placements max_cell_seconds regret",
+    "Search": "screen_rounds keep final_rounds max_cell_seconds regret",
     "ContractPart": "op layout input_dtype state_dtype gate_dtype beta_dtype A_log_dtype dt_bias_dtype gate beta mode intermediate "
     "accepted pool ragged",
 }
