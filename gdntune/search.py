@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from gdntune import cells, executors, kernels, session, trials
+from gdntune import cells, executors, kernels, session, sol, trials
 from gdntune.arch import Device, cpu_threads, software
 from gdntune.build import SPILL_LIMIT_BYTES, Built, compile_objects
 from gdntune.config import Config
@@ -274,6 +274,9 @@ class _Sweep:
     def _time(self, journal: Journal, label: str, problems: Sequence[Problem], purpose: Purpose) -> None:
         done = {r.problem for r in journal.records if isinstance(r, Cell)}
         todo = [p for p in problems if p not in done]
+        if len(self.workers) > 1:
+            # the longest first, so that no worker is left with one while the others are done
+            todo.sort(key=sol.bytes_moved, reverse=True)
         self.progress.start(label, len(todo))
         # made when a worker is free: what took a process down before is left out
         for records in self._shared(self._job(problem, purpose) for problem in todo):
