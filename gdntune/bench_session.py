@@ -1,5 +1,6 @@
 """What a bench runs in its timing process: checks one entry of a peer at a cell, and times peers and our variants there together."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -11,8 +12,9 @@ from gdntune.config import Search
 from gdntune.errors import CheckFailed, MeasurementError
 from gdntune.kernels.spec import Variant
 from gdntune.peers.compare import Expected
+from gdntune.peers.spec import Bound
 from gdntune.problem import Problem
-from gdntune.session import Calls, Session, Start, current
+from gdntune.session import Session, Start, current
 from gdntune.timing import summary
 
 # Quick rounds: to find the best floors, and to see what a round of everything takes.
@@ -94,8 +96,12 @@ def time_task(
     calls = session.calls(problem, "decode", ours)
     floor_calls = session.calls(problem, "floor", floors).calls if floors else []
     kept = _fastest(session, floor_calls)
-    everything = [*calls.calls, *(floor_calls[i] for i in kept), *_peer_calls(calls, entries)]
+    bound = [[peers.get(peer).entry(name).bind(case) for case in calls.cases] for peer, name in entries]
+    cycles = [of[0].cycle for of in bound]
+    everything = [*calls.calls, *(floor_calls[i] for i in kept), *map(_peer_call, bound)]
     rounds, stop = _rounds(session, everything, search, began)
+    if more := -rounds % math.lcm(*cycles):
+        rounds, stop = rounds + more, f"{stop}, and {more} to end whole cycles"
     calls.restore()
     samples = session.timer.measure(everything, rounds)
     session.synchronize()
@@ -105,7 +111,7 @@ def time_task(
     n, m = len(ours), len(ours) + len(kept)
     timed_floors = [(floors[i], samples[n + k]) for k, i in enumerate(kept)]
     return Found(
-        samples[:n], timed_floors, samples[m:], stop, time.perf_counter() - began, before, after,
+        samples[:n], timed_floors, [*map(_whole_cycles, samples[m:], cycles)], stop, time.perf_counter() - began, before, after,
         throttled(before) or throttled(after),
     )  # fmt: skip
 
@@ -118,14 +124,14 @@ def _fastest(session: Session, calls: Sequence[Callable[[int], Any]]) -> list[in
     return sorted(range(len(calls)), key=lambda i: (summary(looks[i]).median_us, i))[:FLOORS_KEPT]
 
 
-def _peer_calls(calls: Calls, entries: Sequence[Named]) -> list[Callable[[int], Any]]:
-    """The entries' calls on the cell's tensors: as ours, on other slots each turn under `rotate`, in each layer under `chain`."""
-    found: list[Callable[[int], Any]] = []
-    for peer, name in entries:
-        entry = peers.get(peer).entry(name)
-        bound = [entry.bind(case).call for case in calls.cases]
-        found.append(lambda turn, bound=bound: bound[turn % len(bound)]())  # type: ignore[misc]
-    return found
+def _peer_call(bound: Sequence[Bound]) -> Callable[[int], Any]:
+    """An entry's call on the cell's tensors: as ours, on other slots each turn under `rotate`, in each layer under `chain`."""
+    return lambda turn: bound[turn % len(bound)].call()
+
+
+def _whole_cycles(samples: Sequence[float], cycle: int) -> list[float]:
+    """The means of `cycle` samples that follow one another; of whole cycles, wherever they begin."""
+    return [math.fsum(samples[i : i + cycle]) / cycle for i in range(0, len(samples), cycle)]
 
 
 def _rounds(

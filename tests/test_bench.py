@@ -175,6 +175,16 @@ def write_table(path, problem: Problem, variant: Variant, folder, store):
     table.save(table.msgspec.structs.replace(made, **changes), path)
 
 
+def test_samples_of_whole_cycles(tmp_path, store):
+    """What a call does comes again after two: a sample is the mean of both, or the median would be that of the cheaper one."""
+    outcome = run(tmp_path, store, "fakes.ring", text=ONE, rounds=5)
+    (cell,) = (r for r in outcome.records if isinstance(r, Cell))
+    assert cell.stop == "5 rounds, and 1 to end whole cycles"
+    found = {r.role: r.samples_us for r in outcome.records if isinstance(r, Trial)}
+    assert len(found["decode"]) == 6 and len(found["peer"]) == 3
+    assert min(found["peer"]) >= 1000
+
+
 def test_unknown_peers_are_refused(tmp_path, store):
     """A name that is in no registry is refused before anything runs, and nothing is written."""
     with pytest.raises(UnknownName, match="there are flashinfer, fla, sglang, vllm"):

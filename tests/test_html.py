@@ -158,7 +158,7 @@ def test_pictures_of_each_contract(h100, pages):
         assert len(re.findall(rf"<figcaption>{re.escape(caption)}", text)) == 2
     # each cell in two maps; held-out cells where the table's choice was no leader have no time of it to show
     shown = int(h100.frame["chosen"].sum())
-    assert 784 <= shown < 864
+    assert 832 <= shown < 912
     assert len(re.findall(r'data-key="\d+:\d+:\d+"', text)) == 2 * shown
     assert f"At {864 - shown} of these the choice was no leader" in text
     assert "Speed-up over other (blue" in (pages / "cpu.html").read_text(encoding="utf-8")

@@ -326,7 +326,7 @@ def test_cost_on_the_published_sweep(h100):
     assert found.cells.table.regret_mean < 0.002
     assert found.cells.table.regret_mean - found.all_samples_cells.table.regret_mean < 0.001
     assert found.table.table.regret_mean - found.all_samples_table.table.regret_mean < 0.001
-    assert found.table.table.regret_max < 0.05
+    assert found.table.table.regret_max < 0.06
 
 
 # -- what is printed

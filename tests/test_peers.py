@@ -22,6 +22,7 @@ TRITON = ("fused_sigmoid_gating_delta_rule_update",)
 PACKED, GIVEN = "fused_recurrent_gated_delta_rule_packed_decode", ("fused_recurrent_gated_delta_rule",)
 GDN, KDA_IN_PLACE = ("fused_recurrent_gated_delta_rule",), ("fused_recurrent_kda",)
 PRETRANSPOSE, WY = "gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp_wy_output_only"
+RING = "gated_delta_rule_mtp_ucache_flush"
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,8 @@ PRETRANSPOSE, WY = "gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp
         (MTP.replace(intermediate="dense", mode="frozen"), ("gated_delta_rule_mtp",), (), TRITON),
         (BF16.replace(tokens=4, intermediate="dense", mode="frozen"), (PRETRANSPOSE,), (), TRITON),
         (BF16.replace(tokens=4, intermediate="dense"), (), (), TRITON),
-        (BF16.replace(tokens=4, mode="frozen"), (PRETRANSPOSE, WY), (), TRITON),
+        (BF16.replace(tokens=4, mode="frozen"), (PRETRANSPOSE, WY, RING), (), TRITON),
+        (BF16.replace(tokens=5, mode="frozen"), (PRETRANSPOSE, WY), (), TRITON),
         (BF16.replace(tokens=4, intermediate="indexed", mode="frozen"), (), (), TRITON),
         (FP32.replace(layout="v_last"), ("gated_delta_rule_decode",), GDN, ()),
         (MTP.replace(layout="v_last"), (), GDN, ()),
@@ -186,6 +188,7 @@ def called(monkeypatch):
         ("flashinfer", PRETRANSPOSE, FP32.replace(pool=False), "state"),
         ("flashinfer", "gated_delta_rule_mtp", MTP, "initial_state"),
         ("flashinfer", WY, BF16.replace(tokens=4, mode="frozen"), "initial_state_source"),
+        ("flashinfer", RING, BF16.replace(tokens=8, mode="frozen"), "initial_state_source"),
         ("flashinfer", "recurrent_kda", KDA, "initial_state"),
         ("fla", "fused_recurrent_kda", KDA, "initial_state"),
         ("sglang", *TRITON, FP32, "initial_state_source"),
@@ -222,6 +225,41 @@ def test_what_is_said_of_the_state(called):
     assert recorder.arguments["intermediate_state_indices"].tolist() == [0, 1, 2]
     assert recorder.arguments["cu_seqlens"].tolist() == [0, 4, 8, 12]
     assert recorder.arguments["q"].shape == (1, 12, 2, 128)
+
+
+@pytest.mark.parametrize("tokens", [4, 8])
+def test_a_ring_step_by_step(called, tokens):
+    """An empty ring first; then T rows more each call until the window of 16 is folded, after which the ring goes on behind it."""
+    case = make_case(Problem(BF16.replace(tokens=tokens, mode="frozen"), 3, 2, 4), slots=5)
+    recorder, bound = called("flashinfer", RING, case)
+    ring = {name: tuple(recorder.arguments[name].shape) for name in ("k_cache", "u_cache", "g_cache")}
+    assert ring == {"k_cache": (5, 2, 32, 128), "u_cache": (5, 4, 32, 128), "g_cache": (5, 4, 32)}
+    assert recorder.arguments["restart_hist_on_flush"] is False
+    cycle, seen = 16 // tokens, []
+    for _ in range(2 * cycle + 2):
+        rows, begin = (recorder.arguments[name] for name in ("hist_len", "cache_base"))
+        assert rows.shape == begin.shape == (3,) and rows.dtype == begin.dtype == torch.int32
+        seen.append((int(rows.unique()), int(begin.unique())))
+        bound.call()
+    filled = range(tokens, 17, tokens)
+    assert seen == [(0, 0), *((n, 0) for n in filled), *((n, 16) for n in filled), (tokens, 0)]
+    assert bound.cycle == cycle
+    # a row of the ring: k of two heads, u of four, four log decays; of the state, written and read again once a cycle
+    row, state = 3 * ((2 * 128 + 4 * 128) * 2 + 4 * 4), 3 * 4 * 128 * 128 * 2
+    peer = peers.get("flashinfer")
+    extra = peer.variant(peer.entry(RING), case.problem).knobs["extra_bytes"]
+    assert extra == row * (sum(filled) / cycle + tokens) + 2 * state / cycle
+
+
+def test_what_the_ring_does_not_take(called):
+    """Its softplus has no parameters, and it always normalises."""
+    contract = BF16.replace(tokens=4, mode="frozen")
+    for change, said in (
+        ({"softplus_beta": 2.0}, "softplus_beta=2.0"),
+        ({"use_qk_l2norm": False}, "always normalises"),
+    ):
+        with pytest.raises(UnsupportedProblem, match=said):
+            called("flashinfer", RING, make_case(Problem(contract, 3, 2, 2), **change))
 
 
 def test_states_without_a_pool_are_gathered_once(called):

@@ -4,8 +4,10 @@ The functions take their own thresholds from B*HV; `backend` names these kernels
 """
 
 import functools
+import itertools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gdntune.cases import Case
@@ -24,11 +26,14 @@ from gdntune.peers.spec import (
     unless,
 )
 from gdntune.problem import ITEMSIZE, Contract, Problem
+from gdntune.sol import state_bytes
 
 # Rows that the tensor-core verify works on, whatever T is.
 WY_TOKENS = 16
 # T that it reads and writes without staging.
 WY_NATIVE = (4, 8, WY_TOKENS)
+# Of its ring of corrections: the rows that it has, and those that are read at most.
+RING, WINDOW = 32, 16
 
 
 def _fault(c: Contract, *, op: str = "gdn_decode", layout: str = "k_last", **accepted: Any) -> str | None:
@@ -191,6 +196,65 @@ def _wy_extra_bytes(p: Problem) -> int:
     return row * (c.tokens + WY_TOKENS) + out * (WY_TOKENS - c.tokens)
 
 
+# -- gated_delta_rule_mtp_ucache_flush
+
+
+def _refuse_ring(p: Problem) -> str | None:
+    fault = _fault(p.contract, state_dtype=("bf16",), mode=("frozen",), intermediate=("none",), tokens=(4, 8))
+    return fault or _too_large(p)
+
+
+def _bind_ring(case: Case) -> Bound:
+    """A request's drafts, all accepted, step by step: first with an empty ring, then with 1, 2, ... times T of its rows, of which the
+    full window is folded into the state, and the ring goes on behind it.
+    """
+    function = imported("flashinfer.gdn_kernels", "gated_delta_rule_mtp_ucache_flush")
+    if not case.use_qk_l2norm:
+        raise UnsupportedProblem("use_qk_l2norm=False: it always normalises")
+    if (case.softplus_beta, case.softplus_threshold) != (1.0, 20.0):
+        raise UnsupportedProblem(
+            f"softplus_beta={case.softplus_beta}, softplus_threshold={case.softplus_threshold}: it has 1.0 and 20.0 alone"
+        )
+    p, pool = case.problem, _pool(case)
+    c, states = p.contract, pool["initial_state"]
+    names = ("A_log", "a", "dt_bias", "q", "k", "v", "b", "scale", "output")
+    arguments = {name: getattr(case, name) for name in names} | {
+        "initial_state_source": states,
+        "initial_state_indices": pool["initial_state_indices"],
+        "k_cache": states.new_zeros(len(states), p.H, RING, c.K),
+        "u_cache": states.new_zeros(len(states), p.HV, RING, c.V),
+        "g_cache": states.new_zeros(len(states), p.HV, RING, dtype=torch.float32),
+        # the rows that are read, and where they begin, are set below, as a server does once for all layers
+        "restart_hist_on_flush": False,
+    }
+    cycle = WINDOW // c.tokens
+
+    def everyone(n: int) -> Tensor:
+        return torch.full((p.B,), n, dtype=torch.int32, device=states.device)
+
+    filled = [everyone(c.tokens * i) for i in range(cycle + 1)]
+    begins = [everyone(0), everyone(WINDOW)]
+    steps = itertools.chain(
+        [(filled[0], begins[0])], itertools.cycle((rows, begin) for begin in begins for rows in filled[1:])
+    )
+
+    def call() -> Any:
+        rows, begin = next(steps)
+        return function(**arguments, hist_len=rows, cache_base=begin)
+
+    return Bound(call, _first, cycle=cycle)
+
+
+def _ring_extra_bytes(p: Problem) -> int:
+    """In the mean over a cycle: rows of the ring read and appended, and the state read again and written once."""
+    c = p.contract
+    cycle = WINDOW // c.tokens
+    row = p.B * (p.H * c.K + p.HV * c.V) * ITEMSIZE[c.input_dtype] + p.B * p.HV * 4
+    # T, 2T, ... up to the window are read, and T appended
+    rows = c.tokens * (cycle + 1) / 2 + c.tokens
+    return round(row * rows + 2 * state_bytes(p) / cycle)
+
+
 # -- recurrent_kda
 
 
@@ -266,6 +330,16 @@ PEER = Peer(
             _bind_wy,
             "on the pool by slots; inputs are staged in 16 rows within the call unless T is 4, 8 or 16",
             _wy_extra_bytes,
+            # It rounds A_log, dt_bias and the matrices of its products to bf16.
+            tolerance=2e-2,
+        ),
+        Entry(
+            "gated_delta_rule_mtp_ucache_flush",
+            _refuse_ring,
+            _bind_ring,
+            "on the pool by slots, a ring of corrections beside it; means over whole cycles, all drafts accepted, the window folded into "
+            "the state once in each",
+            _ring_extra_bytes,
             # It rounds A_log, dt_bias and the matrices of its products to bf16.
             tolerance=2e-2,
         ),

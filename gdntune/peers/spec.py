@@ -26,7 +26,7 @@ class Bound:
     call: returns what the library returns. output: of that, the B*T output rows [HV, V] in the case's order. state: of that, the
     tensor with the final states, in the contract's layout; None where none is written. rows [B]: which of its rows are the requests',
     None: row n is request n's. intermediate: of what is returned, the states after each token [B, T or more, ...]; None: they lie
-    where the case has them.
+    where the case has them. cycle: calls until what a call does comes again; a sample is the mean of so many that follow one another.
     """
 
     call: Callable[[], Any]
@@ -34,6 +34,7 @@ class Bound:
     state: Callable[[Any], Tensor] | None = None
     rows: Tensor | None = None
     intermediate: Callable[[Any], Tensor] | None = None
+    cycle: int = 1
 
 
 def _nothing(problem: Problem) -> int:

@@ -16,6 +16,7 @@ CONTRACTS = [
     Contract(state_dtype="fp32", layout="v_last"),
     Contract(tokens=4),
     Contract(tokens=4, mode="frozen"),
+    Contract(tokens=8, mode="frozen"),
     Contract(tokens=4, mode="frozen", intermediate="dense"),
     Contract(tokens=4, state_dtype="fp32"),
     Contract(tokens=4, state_dtype="fp32", intermediate="dense"),
