@@ -160,7 +160,7 @@ def test_pictures_of_each_contract(h100, pages):
     shown = int(h100.frame["chosen"].sum())
     assert 832 <= shown < 912
     assert len(re.findall(r'data-key="\d+:\d+:\d+"', text)) == 2 * shown
-    assert f"At {864 - shown} of these the choice was no leader" in text
+    assert f"At {912 - shown} of these the choice was no leader" in text
     assert "Speed-up over other (blue" in (pages / "cpu.html").read_text(encoding="utf-8")
 
 

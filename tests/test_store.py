@@ -36,7 +36,7 @@ def works(function):
     """Whether a loaded floor function runs: with factor 2 it doubles a state."""
     assert floor_form(CONTRACT).writes == 1
     state = torch.full((2, 2 * 128 * 128), 1.5)
-    function(state, None, 2.0, torch.zeros(1))
+    function(state, torch.arange(len(state), dtype=torch.int32), None, 2.0, torch.zeros(1))
     return bool((state == 3.0).all())
 
 
