@@ -9,12 +9,12 @@ from gdntune import peers
 from gdntune.arch import Clocks, clocks, throttled
 from gdntune.cases import Case
 from gdntune.config import Search
-from gdntune.errors import CheckFailed, MeasurementError
+from gdntune.errors import CheckFailed
 from gdntune.kernels.spec import Variant
 from gdntune.peers.compare import Expected
 from gdntune.peers.spec import Bound
 from gdntune.problem import Problem
-from gdntune.session import Session, Start, current
+from gdntune.session import LaidOut, Session, Start, current
 from gdntune.timing import summary
 
 # Quick rounds: to find the best floors, and to see what a round of everything takes.
@@ -93,35 +93,40 @@ def time_task(
     began, device = time.perf_counter(), session.index if session.device.kind == "cuda" else None
     before = clocks(device)
     session.load(problem.contract, [*ours, *floors])
-    calls = session.calls(problem, "decode", ours)
-    floor_calls = session.calls(problem, "floor", floors).calls if floors else []
-    kept = _fastest(session, floor_calls)
-    bound = [[peers.get(peer).entry(name).bind(case) for case in calls.cases] for peer, name in entries]
-    cycles = [of[0].cycle for of in bound]
-    everything = [*calls.calls, *(floor_calls[i] for i in kept), *map(_peer_call, bound)]
-    rounds, stop = _rounds(session, everything, search, began)
-    if more := -rounds % math.lcm(*cycles):
+    best, cycles = _best_floors(session, problem, ours, floors), [1] * len(entries)
+
+    def lay_out() -> LaidOut:
+        calls = session.calls(problem, "decode", ours)
+        floor_calls = session.calls(problem, "floor", best).calls if best else []
+        bound = [[peers.get(peer).entry(name).bind(case) for case in calls.cases] for peer, name in entries]
+        cycles[:] = [of[0].cycle for of in bound]
+        return LaidOut(calls, [*calls.calls, *floor_calls, *map(_peer_call, bound)])
+
+    sets = [lay_out()]
+    everything = range(len(sets[0].everything))
+    rounds, stop = _rounds(session, sets[0].everything, search, began)
+    # on each set of tensors whole cycles
+    if more := -rounds % (math.lcm(*cycles) * (search.placements if max(cycles, default=1) > 1 else 1)):
         rounds, stop = rounds + more, f"{stop}, and {more} to end whole cycles"
-    calls.restore()
-    samples = session.timer.measure(everything, rounds)
-    session.synchronize()
-    if not calls.finite():
-        raise MeasurementError(f"{problem.key()}: the output is not finite after {rounds} rounds")
+    samples = session.final(problem, sets, lay_out, everything, rounds, search.placements)
     after = clocks(device)
-    n, m = len(ours), len(ours) + len(kept)
-    timed_floors = [(floors[i], samples[n + k]) for k, i in enumerate(kept)]
+    n, m = len(ours), len(ours) + len(best)
+    timed_floors = [*zip(best, samples[n:m], strict=True)]
     return Found(
         samples[:n], timed_floors, [*map(_whole_cycles, samples[m:], cycles)], stop, time.perf_counter() - began, before, after,
         throttled(before) or throttled(after),
     )  # fmt: skip
 
 
-def _fastest(session: Session, calls: Sequence[Callable[[int], Any]]) -> list[int]:
-    """The best floors by a quick look, which of them in the order given."""
-    if len(calls) <= FLOORS_KEPT:
-        return list(range(len(calls)))
+def _best_floors(session: Session, problem: Problem, ours: list[Variant], floors: list[Variant]) -> list[Variant]:
+    """The best floors by a quick look, fastest first."""
+    if len(floors) <= FLOORS_KEPT:
+        return floors
+    # a chain's layers are those of the decode calls, which come first
+    _, calls = session.calls(problem, "decode", ours), session.calls(problem, "floor", floors).calls
     looks = session.timer.measure(calls, LOOK_ROUNDS)
-    return sorted(range(len(calls)), key=lambda i: (summary(looks[i]).median_us, i))[:FLOORS_KEPT]
+    best = sorted(range(len(calls)), key=lambda i: (summary(looks[i]).median_us, i))[:FLOORS_KEPT]
+    return [floors[i] for i in best]
 
 
 def _peer_call(bound: Sequence[Bound]) -> Callable[[int], Any]:

@@ -87,6 +87,13 @@ class Calls(NamedTuple):
         return all(bool(x.isfinite().all()) for x in (*sums, *self._each("output")))
 
 
+class LaidOut(NamedTuple):
+    """A set of a cell's tensors: what our variants are called through, and all that is timed on them, theirs first."""
+
+    calls: Calls
+    everything: list[Callable[[int], Any]]
+
+
 def _call(function: Callable[..., Any], arguments: list[tuple[Any, ...]], n: int) -> Callable[[int], Any]:
     if n == 1:
         only = arguments[0]
@@ -210,7 +217,14 @@ class Session:
         start = time.perf_counter()
         before = clocks(self.index if self.device.kind == "cuda" else None)
         self.load(problem.contract, [*decode, *floor])
-        calls, everything = self._laid_out(problem, decode, floor)
+
+        def lay_out() -> LaidOut:
+            """A cell's tensors, and the callables of all variants on them, the decode role's first."""
+            made = self.calls(problem, "decode", decode)
+            return LaidOut(made, [*made.calls, *self.calls(problem, "floor", floor).calls])
+
+        sets = [lay_out()]
+        everything = sets[0].everything
         screen: list[list[float]] = self.timer.measure(everything, min(FIRST_LOOK_ROUNDS, search.screen_rounds))
         n = len(decode)
         more = search.screen_rounds - FIRST_LOOK_ROUNDS
@@ -222,23 +236,9 @@ class Session:
         leaders = _best(screen, range(n), search.keep, at_least=search.screen_rounds)
         leaders += [0] if n and 0 not in leaders else []
         leaders += _best(screen, range(n, len(everything)), FLOOR_LEADERS, at_least=search.screen_rounds)
-        calls.restore()
         rounds, stop = self._rounds(screen, leaders, search, time.perf_counter() - start)
-        final: dict[int, list[float]] = {i: [] for i in leaders}
-        sets = [(calls, everything)]
-        del calls, everything
-        for place, count in enumerate(_shares(rounds, search.placements)):
-            if place:
-                self._move(sets, problem, decode, floor)
-            calls, everything = sets[-1]
-            for i, samples in zip(leaders, self.timer.measure([everything[i] for i in leaders], count), strict=True):
-                final[i] += samples
-            self.synchronize()
-            if not calls.finite():
-                raise MeasurementError(
-                    f"{problem.key()}: the output is not finite after {rounds} rounds: a variant that passed its check broke"
-                )
-            del calls, everything
+        del everything
+        final = dict(zip(leaders, self.final(problem, sets, lay_out, leaders, rounds, search.placements), strict=True))
         after = clocks(self.index if self.device.kind == "cuda" else None)
         timed = [
             Timed(v, "decode" if i < n else "floor", screen[i], final.get(i, []))
@@ -248,19 +248,38 @@ class Session:
             timed, stop, time.perf_counter() - start, before, after, throttled(before) or throttled(after)
         )
 
-    def _laid_out(
-        self, problem: Problem, decode: Sequence[Variant], floor: Sequence[Variant]
-    ) -> tuple["Calls", list[Callable[[int], Any]]]:
-        """A cell's tensors, and the callables of all variants on them, the decode role's first."""
-        calls = self.calls(problem, "decode", decode)
-        return calls, [*calls.calls, *self.calls(problem, "floor", floor).calls]
+    def final(
+        self,
+        problem: Problem,
+        sets: list["LaidOut"],
+        lay_out: Callable[[], "LaidOut"],
+        among: Sequence[int],
+        rounds: int,
+        placements: int,
+    ) -> list[list[float]]:
+        """`rounds` samples of each of the calls `among`, interleaved, shared out among so many sets of tensors, each elsewhere in memory.
 
-    def _move(self, sets: list[Any], problem: Problem, decode: Sequence[Variant], floor: Sequence[Variant]) -> None:
-        """Adds a set of tensors elsewhere in memory, since the earlier ones are held; where there is no room for that, these go first."""
-        needed = (len(sets) + 1) * 2 * sol.bytes_moved(problem)
-        if self.chained is not None or needed > self.device.memory_bytes // 4:
-            sets.clear()
-        sets.append(self._laid_out(problem, decode, floor))
+        sets: the first one; its states are put back before. The earlier ones are held while later ones are made, as long as there is
+        room for that. MeasurementError where a call left what is not a number.
+        """
+        found: list[list[float]] = [[] for _ in among]
+        sets[0].calls.restore()
+        for place, count in enumerate(_shares(rounds, placements)):
+            if place:
+                needed = (len(sets) + 1) * 2 * sol.bytes_moved(problem)
+                if self.chained is not None or needed > self.device.memory_bytes // 4:
+                    sets.clear()
+                sets.append(lay_out())
+            everything = sets[-1].everything
+            for samples, more in zip(found, self.timer.measure([everything[i] for i in among], count), strict=True):
+                samples += more
+            del everything
+            self.synchronize()
+            if not sets[-1].calls.finite():
+                raise MeasurementError(
+                    f"{problem.key()}: the output is not finite after {rounds} rounds: a variant that passed its check broke"
+                )
+        return found
 
     def _rounds(self, screen: list[list[float]], leaders: list[int], search: Search, spent: float) -> tuple[int, str]:
         """How many final rounds fit into the cell's time, and the stop rule that this is."""

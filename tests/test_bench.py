@@ -185,6 +185,14 @@ def test_samples_of_whole_cycles(tmp_path, store):
     assert min(found["peer"]) >= 1000
 
 
+def test_a_bench_on_several_sets_of_tensors(tmp_path, store):
+    """search.placements holds for a bench too: peers are bound to each set, and a ring's cycles end on it."""
+    text = ONE.replace("search: {", "search: {placements: 3, ")
+    outcome = run(tmp_path, store, "fakes.ring", "fakes.library", text=text, rounds=5)
+    found = {r.variant.id: len(r.samples_us) for r in outcome.records if isinstance(r, Trial) and r.status == "ok"}
+    assert found.pop("peer:ring.in_turns") == 3 and set(found.values()) == {6}
+
+
 def test_unknown_peers_are_refused(tmp_path, store):
     """A name that is in no registry is refused before anything runs, and nothing is written."""
     with pytest.raises(UnknownName, match="there are flashinfer, fla, sglang, vllm"):
