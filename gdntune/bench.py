@@ -86,6 +86,7 @@ class _Bench:
         self.progress, self.command = progress, command
         self.notes: list[str] = []
         self.ours = {p: self._ours(p) for p in config.problems()}
+        self.choices = {p: variants[0].id for p, variants in self.ours.items()}
         self.floors = {c: list(kernels.variants(c, device, "floor")) for c in config.all_contracts()}
         self.child: Child
 
@@ -312,7 +313,7 @@ class _Bench:
                 clocks_before=msgspec.to_builtins(got.before),
                 clocks_after=msgspec.to_builtins(got.after),
                 default_variant=kernels.default(problem.contract, problem.work_units, self.device).id,
-                choice=ours[0].id,
+                choice=self.choices[problem],
             ),
         ]
 

@@ -122,8 +122,9 @@ def _best_floors(session: Session, problem: Problem, ours: list[Variant], floors
     """The best floors by a quick look, fastest first."""
     if len(floors) <= FLOORS_KEPT:
         return floors
-    # a chain's layers are those of the decode calls, which come first
-    _, calls = session.calls(problem, "decode", ours), session.calls(problem, "floor", floors).calls
+    if session.chained is not None:
+        session.calls(problem, "decode", ours)  # the layers of a chain are those of the decode calls
+    calls = session.calls(problem, "floor", floors).calls
     looks = session.timer.measure(calls, LOOK_ROUNDS)
     best = sorted(range(len(calls)), key=lambda i: (summary(looks[i]).median_us, i))[:FLOORS_KEPT]
     return [floors[i] for i in best]

@@ -156,12 +156,12 @@ class _Side(NamedTuple):
             (c, cell.work_units): cell for c, timed in by_work_units(timed_cells(records)).items() for cell in timed
         }
         rules = {rule.when: rule for rule in derive(records, run).rules}
-        return cls(run, cells, {(c, w): rules[c].at(w).variant for c, w in cells})
+        return cls(run, cells, {(c, w): rules[c].at(w).variant for c, w in cells if c in rules})
 
 
 def _compared(key: tuple[Contract, int], mine: _Side, theirs: _Side, variant: str) -> Compared:
     contract, work_units = key
-    names = [side.chosen[key] if variant == CHOSEN else variant for side in (mine, theirs)]
+    names = [side.chosen.get(key, "") if variant == CHOSEN else variant for side in (mine, theirs)]
     finals = [side.cells[key].finals.get(name) for side, name in zip((mine, theirs), names, strict=True)]
     means = [None if f is None else round(f.stats.mean_us, 3) for f in finals]
     reason = _too_few(finals)

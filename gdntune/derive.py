@@ -55,7 +55,7 @@ def derive(
     if default is None and run.keeps_default is True:
         default = noted_defaults(records)
     held_out = {*held_out, *marked(records)}
-    timed = timed_cells(records, admits)
+    timed = _as_chosen(timed_cells(records, admits), records)
     judged = [c for c in timed if c.problem in held_out]
     by_contract = by_work_units(c for c in timed if c.problem not in held_out)
     if not by_contract:
@@ -228,16 +228,22 @@ def timed_cells(records: Iterable[Record], admits: Callable[[str], bool] | None 
     """The cells that have final samples of a variant that is right, in the journal's order; see `derive` for `admits`."""
     records = list(records)
     checked = _checked(records)
-    chosen = {r.problem: r.choice for r in records if isinstance(r, Cell) and r.choice is not msgspec.UNSET}
     if admits is not None:
         checked = {contract: frozenset(filter(admits, names)) for contract, names in checked.items()}
-
-    def names(p: Problem) -> frozenset[str]:
-        right = checked.get(p.contract, frozenset())
-        return right & {chosen[p]} if p in chosen else right
-
-    found = (_timed(p, trials, names(p)) for p, trials in passes(records).items())
+    found = (_timed(p, trials, checked.get(p.contract, frozenset())) for p, trials in passes(records).items())
     return [cell for cell in found if cell.finals]
+
+
+def _as_chosen(timed: Iterable[Timed], records: Iterable[Record]) -> list[Timed]:
+    """Cells that name a choice made beforehand with that variant's final samples alone; those that lack these are left out."""
+    chosen = {r.problem: r.choice for r in records if isinstance(r, Cell) and r.choice is not msgspec.UNSET}
+    found = []
+    for cell in timed:
+        name = chosen.get(cell.problem)
+        finals = cell.finals if name is None else {n: final for n, final in cell.finals.items() if n == name}
+        if finals:
+            found.append(cell._replace(finals=finals))
+    return found
 
 
 def by_work_units(cells: Iterable[Timed]) -> dict[Contract, list[Timed]]:

@@ -130,13 +130,14 @@ class Session:
         contract, variant = kernels.flush()
         function = self.function(contract, variant, label="flush")
         sink = torch.zeros(1, device=self.place)
-        views: dict[int, tuple[Any, Any]] = {}
+        views: dict[int, tuple[Any, Any]] = {}  # no tensors of their own: a graph may be captured at the first call
 
         def read(buffer: Any) -> None:
             view = views.get(buffer.data_ptr())
             if view is None:
                 rows = buffer.view(torch.float32).view(-1, variant.knobs["tile"])
-                view = views[buffer.data_ptr()] = rows, torch.arange(len(rows), dtype=torch.int32, device=self.place)
+                # it takes all rows in order: of the slots only their number is looked at
+                view = views[buffer.data_ptr()] = rows, buffer.view(torch.int32)[: len(rows)]
             function(*view, None, 1.0, sink)
 
         return read
@@ -251,8 +252,8 @@ class Session:
     def final(
         self,
         problem: Problem,
-        sets: list["LaidOut"],
-        lay_out: Callable[[], "LaidOut"],
+        sets: list[LaidOut],
+        lay_out: Callable[[], LaidOut],
         among: Sequence[int],
         rounds: int,
         placements: int,

@@ -8,8 +8,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from gdntune import arch, bench, config, kernels, report, table
+from gdntune import arch, bench, config, judge, kernels, report, table
 from gdntune.cli import app
+from gdntune.derive import derive
 from gdntune.errors import JournalError, UnknownName
 from gdntune.journal import Cell, Check, Trial, digest, read
 from gdntune.kernels.spec import Variant
@@ -165,6 +166,15 @@ def test_the_tables_choice_is_timed(tmp_path, store):
     (folder / "table.json").unlink()
     again = report.report([folder]).frame  # the journal alone says as much
     assert again[again["chosen"]]["variant"].tolist() == [other.id]
+    # others that were timed beside it may still be judged
+    header, records = read(folder)
+    (cell,) = judge.judge(outcome.table, records, header).cells
+    assert cell.default.regret is not None and cell.table.regret is not None
+    assert min(cell.default.regret, cell.table.regret) == 0
+    # a choice without times is not replaced by what was timed beside it
+    lost = [r for r in records if not (isinstance(r, Trial) and r.variant.id == other.id)]
+    with pytest.raises(JournalError, match="no cell has a checked variant"):
+        derive(lost, header)
 
 
 def write_table(path, problem: Problem, variant: Variant, folder, store):
