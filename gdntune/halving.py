@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gdntune.derive import derive, passes, timed_cells
+from gdntune.derive import beyond, derive, passes, timed_cells
 from gdntune.errors import UnsupportedProblem
 from gdntune.journal import Record, Run, Trial
 from gdntune.judge import JudgedCell, Judgement, default_id, flashinfers, judge, judged, judgement, losses
@@ -16,6 +16,9 @@ from gdntune.render.document import Document, Grid, Section, Text
 
 # Variants that successive halving ends with; they share what is left of the budget.
 LEADERS = 2
+# Samples of each before the first halving, where that is half of the budget at most: a variant's first one meets a GPU that is cold
+# to it, 30% slower at some cells of an H100, and a winner that is halved away on it alone never comes back.
+FIRST_LOOK = 3
 
 
 class Halved(NamedTuple):
@@ -33,11 +36,12 @@ class Halved(NamedTuple):
 def halving(samples: Mapping[str, Sequence[float]], budget: int, leaders: int = LEADERS) -> Halved:
     """Successive halving: draws each variant's samples in their order, as a sweep with that budget would have taken them.
 
-    All variants get a sample; the better half by median goes on, with an equal share of what is left for each halving, one sample
+    All variants get a first look; the better half by median goes on, with an equal share of what is left for each halving, one sample
     at least, and so on to the leaders, who share the rest. A variant gives no more than it has. One sample of each is always drawn.
     """
     names = list(samples)
-    used = {name: list(samples[name][:1]) for name in names}
+    first = FIRST_LOOK if 2 * FIRST_LOOK * len(names) <= budget else 1
+    used = {name: list(samples[name][:first]) for name in names}
     spent = sum(map(len, used.values()))
     halvings = math.ceil(math.log2(max(1.0, len(names) / leaders)))
     for left in range(max(halvings, 1), 0, -1):
@@ -59,10 +63,20 @@ def _mean(samples: Sequence[float]) -> float:
     return statistics.fmean(samples) if samples else math.inf
 
 
+class Behind(msgspec.Struct, frozen=True):
+    """How one choice at each cell stands to another. beyond_tie: cells where it is slower by more than the larger of 1% and 32 ns."""
+
+    cells: int
+    mean: float
+    max: float
+    beyond_tie: int
+
+
 class Cost(msgspec.Struct, frozen=True):
     """What fewer samples would have chosen. `all_samples`: the same judgement of all that could have been drawn.
 
     cells: each cell's winner of the halving. table: the table derived from the halving's samples. Judged on samples kept apart.
+    behind: how much slower each cell's winner is than that of all samples, on the same samples: negative where it is faster.
     """
 
     share: float
@@ -72,6 +86,7 @@ class Cost(msgspec.Struct, frozen=True):
     table: Judgement
     all_samples_cells: Judgement
     all_samples_table: Judgement
+    behind: Behind
 
 
 def cost(records: Sequence[Record], run: Run, share: float = 0.25) -> Cost:
@@ -115,14 +130,32 @@ def cost(records: Sequence[Record], run: Run, share: float = 0.25) -> Cost:
 
     thin = derive(_with_halved(early, halved), run)
     some = f"{share:.0%} of the samples, by successive halving"
+    winners = by_cell({p: h.leaders[0] for p, h in halved.items()}, f"each cell's winner from {some}")
+    of_all = by_cell(whole, "each cell's winner from all samples but those judged by")
     return Cost(
         share=share,
         samples=samples,
         drawn=sum(h.spent for h in halved.values()),
-        cells=by_cell({p: h.leaders[0] for p, h in halved.items()}, f"each cell's winner from {some}"),
+        cells=winners,
         table=judge(thin, late, run, about=f"the table from {some}"),
-        all_samples_cells=by_cell(whole, "each cell's winner from all samples but those judged by"),
+        all_samples_cells=of_all,
         all_samples_table=judge(derive(early, run), late, run, about="the table from all samples but those judged by"),
+        behind=_behind(winners, of_all),
+    )
+
+
+def _behind(one: Judgement, other: Judgement) -> Behind:
+    pairs = [
+        (a.best_us, (1 + a.table.regret) / (1 + b.table.regret) - 1)
+        for a, b in zip(one.cells, other.cells, strict=True)
+        if a.table.regret is not None and b.table.regret is not None
+    ]
+    lost = [behind for _, behind in pairs]
+    return Behind(
+        cells=len(pairs),
+        mean=round(statistics.fmean(lost), 6) if lost else 0.0,
+        max=round(max(lost, default=0.0), 6),
+        beyond_tie=sum(beyond(best_us, behind) for best_us, behind in pairs),
     )
 
 
@@ -159,5 +192,10 @@ def cost_document(found: Cost, source: str) -> Document:
         f"Successive halving would have drawn {found.drawn} of {found.samples} decode samples "
         f"({found.drawn / found.samples:.1%}). Regret in %, on the second half of the final samples, which none of these saw."
     )
+    b = found.behind
+    against = (
+        f"Its winner is {100 * b.mean:.2f}% slower than that of all samples in the mean of {b.cells} cells, {100 * b.max:.2f}% at most; "
+        f"by more than the larger of 1% and 32 ns at {b.beyond_tie}."
+    )
     grid = Grid("", ("choices", "cells", "by screen", "mean", "max", "beyond tie"), rows)
-    return Document(source, (Section("Summary", (Text(text), grid)),))
+    return Document(source, (Section("Summary", (Text(text), grid, Text(against))),))

@@ -30,6 +30,7 @@ from gdntune.timing import Policy
 
 Executor = Literal["local", "ray"]
 Purpose = Literal["bisection", "held-out"] | msgspec.UnsetType
+Choices = Callable[[Problem], str | None]
 
 
 class Progress:
@@ -269,9 +270,32 @@ class _Sweep:
         self._time(journal, "time", self.config.problems(), msgspec.UNSET)
         while more := cells.crossovers(self.config, journal.records, journal.run):
             self._time(journal, "bisect", more, "bisection")
-        self._time(journal, "held out", cells.held_out(self.config, journal.records), "held-out")
+        if aside := cells.held_out(self.config, journal.records):
+            self._time(journal, "held out", aside, "held-out", self._choices(journal))
 
-    def _time(self, journal: Journal, label: str, problems: Sequence[Problem], purpose: Purpose) -> None:
+    def _choices(self, journal: Journal) -> Choices:
+        """What the table chooses that the journal's cells give so far."""
+        try:
+            table = derive(journal.records, journal.run, regret=self.config.search.regret)
+        except JournalError:
+            return lambda _: None
+        rules = {rule.when: rule for rule in table.rules}
+
+        def of(problem: Problem) -> str | None:
+            rule = rules.get(problem.contract)
+            return rule.at(problem.work_units).variant if rule else None
+
+        return of
+
+    def _time(
+        self,
+        journal: Journal,
+        label: str,
+        problems: Sequence[Problem],
+        purpose: Purpose,
+        judged: Choices = lambda _: None,
+    ) -> None:
+        """Times cells. judged: the variant's id that is timed to the end at each, beside the default rule's and the leaders."""
         done = {r.problem for r in journal.records if isinstance(r, Cell)}
         todo = [p for p in problems if p not in done]
         if len(self.workers) > 1:
@@ -279,7 +303,7 @@ class _Sweep:
             todo.sort(key=sol.bytes_moved, reverse=True)
         self.progress.start(label, len(todo))
         # made when a worker is free: what took a process down before is left out
-        for records in self._shared(self._job(problem, purpose) for problem in todo):
+        for records in self._shared(self._job(problem, purpose, judged(problem)) for problem in todo):
             contract = records[-1].problem.contract
             bad = trials.broken(records)
             self.usable[contract] = [v for v in self.usable[contract] if v.id not in bad]
@@ -289,13 +313,16 @@ class _Sweep:
             self.progress.step()
         self.progress.end()
 
-    def _job(self, problem: Problem, purpose: Purpose) -> Callable[[Worker], list[Record]]:
-        """What times a cell with all variants that are usable, the default rule's choice first."""
+    def _job(self, problem: Problem, purpose: Purpose, judged: str | None) -> Callable[[Worker], list[Record]]:
+        """What times a cell with all variants that are usable, the default rule's choice first, then the judged one."""
         contract = problem.contract
         default = kernels.default(contract, problem.work_units, self.device)
         variants = [v for v in self.usable[contract] if v.id != default.id]
+        variants.sort(key=lambda v: v.id != judged)
+        sure = sum(v.id == judged for v in variants)
         if (contract, default.id) in self.checked:
             variants.insert(0, default)
+            sure += 1
         asked = trials.Plan(
             problem,
             variants,
@@ -304,6 +331,7 @@ class _Sweep:
             default.id if default in variants else msgspec.UNSET,
             purpose,
             len(self.workers) > 1,
+            sure,
         )
         if variants:
             return partial(trials.time, plan=asked)

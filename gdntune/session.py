@@ -209,11 +209,12 @@ class Session:
         return min(TURNS, max(2, 1 << (least - 1).bit_length()))
 
     def time_cell(
-        self, problem: Problem, decode: Sequence[Variant], floor: Sequence[Variant], search: Search
+        self, problem: Problem, decode: Sequence[Variant], floor: Sequence[Variant], search: Search, sure: int = 1
     ) -> CellResult:
         """Times a cell: all variants in quick mirrored rounds, the better third again, then the leaders on fresh samples.
 
-        decode[0] is always among the leaders: it is the default rule's choice, which a tuned one must beat.
+        sure: so many of `decode`, from the first on, are always among the leaders: the default rule's choice, which a tuned one must
+        beat, and at a held-out cell the table's, which is judged there.
         """
         start = time.perf_counter()
         before = clocks(self.index if self.device.kind == "cuda" else None)
@@ -230,12 +231,12 @@ class Session:
         n = len(decode)
         more = search.screen_rounds - FIRST_LOOK_ROUNDS
         if more > 0:
-            kept = _best(screen, range(n), max(LEAST_KEPT, n // FIRST_LOOK_KEEPS))
+            kept = _best(screen, range(n), max(LEAST_KEPT, search.keep, n // FIRST_LOOK_KEEPS))
             kept += _best(screen, range(n, len(everything)), max(FLOOR_LEADERS, len(floor) // FIRST_LOOK_KEEPS))
             for i, samples in zip(kept, self.timer.measure([everything[i] for i in kept], more, warmup=0), strict=True):
                 screen[i] += samples
         leaders = _best(screen, range(n), search.keep, at_least=search.screen_rounds)
-        leaders += [0] if n and 0 not in leaders else []
+        leaders += [i for i in range(min(sure, n)) if i not in leaders]
         leaders += _best(screen, range(n, len(everything)), FLOOR_LEADERS, at_least=search.screen_rounds)
         rounds, stop = self._rounds(screen, leaders, search, time.perf_counter() - start)
         del everything
@@ -409,11 +410,11 @@ def check_task(
 
 
 def time_task(
-    start: Start, problem: Problem, decode: list[Variant], floor: list[Variant], search: Search
+    start: Start, problem: Problem, decode: list[Variant], floor: list[Variant], search: Search, sure: int = 1
 ) -> CellResult:
-    """Times one cell."""
+    """Times one cell, see `Session.time_cell`."""
     try:
-        return current(start).time_cell(problem, decode, floor, search)
+        return current(start).time_cell(problem, decode, floor, search, sure)
     except Exception as e:
         # Whoever sends the error on holds its traceback, and with it this cell's tensors, while the next cell makes its own.
         traceback.clear_frames(e.__traceback__)

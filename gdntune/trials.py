@@ -44,6 +44,7 @@ class Plan(NamedTuple):
     """A cell to time. default: the default rule's choice, the first of `variants`, or unset where it is not among them.
 
     purpose: why it is timed where it is no cell of the config. named: whether the journal says which device timed it.
+    sure: so many of `variants`, from the first on, are timed to the end whatever their first samples say.
     """
 
     problem: Problem
@@ -53,6 +54,7 @@ class Plan(NamedTuple):
     default: str | msgspec.UnsetType = msgspec.UNSET
     purpose: Literal["bisection", "held-out"] | msgspec.UnsetType = msgspec.UNSET
     named: bool = False
+    sure: int = 1
 
     def cell(self, worker: Worker, status: Literal["ok", "failed"], **fields: Any) -> Cell:
         """The record that closes the cell."""
@@ -66,7 +68,8 @@ def time(worker: Worker, plan: Plan, retries: int = RETRIES) -> list[Record]:
     got: Any = Crashed("", "")
     for attempt in range(1 + RETRIES):
         try:
-            got = worker.run(session.time_task, plan.problem, plan.variants, plan.floors, plan.search, timeout=limit)
+            cell = plan.problem, plan.variants, plan.floors, plan.search, plan.sure
+            got = worker.run(session.time_task, *cell, timeout=limit)
         except MeasurementError as e:
             # records that a timer lost, say: the cell's fault, and no reason to end the sweep
             if attempt == RETRIES:
@@ -125,7 +128,8 @@ def _culprits(worker: Worker, plan: Plan, whole: Crashed, limit: float, retries:
     if not rest:
         return [*trials, plan.cell(worker, "failed", reason=whole.reason)]
     default = plan.default if plan.default not in bad else msgspec.UNSET
-    return trials + time(worker, plan._replace(variants=rest, default=default))
+    sure = sum(v.id not in bad for v in plan.variants[: plan.sure])
+    return trials + time(worker, plan._replace(variants=rest, default=default, sure=sure))
 
 
 def broken(records: Sequence[Record]) -> set[str]:

@@ -298,6 +298,13 @@ def test_halving_finds_the_fastest():
     assert found.spent <= 840
 
 
+def test_halving_outlives_a_cold_start():
+    """Fault: a winner whose first sample met a cold GPU was halved away on that sample alone, and the choice lost 4.4%."""
+    samples = {f"v{i:02}": [100.0 + 5 * i] * 60 for i in range(16)}
+    samples["v00"][0] = 150.0
+    assert halving.halving(samples, 16 * 60 // 4).leaders[0] == "v00"
+
+
 def test_cost_judges_on_samples_apart(default_is):
     """The winner is chosen from the first half of the finals and judged on the second, where here the other one is faster."""
     default_is("a")
@@ -313,6 +320,7 @@ def test_cost_judges_on_samples_apart(default_is):
     assert (found.samples, found.drawn) == (208, 52)
     for judged in (found.cells, found.table, found.all_samples_cells, found.all_samples_table):
         assert [(c.best, c.table.variant, c.table.regret) for c in judged.cells] == [("b", "a", 0.2)]
+    assert found.behind == halving.Behind(cells=1, mean=0.0, max=0.0, beyond_tie=0)
     with pytest.raises(UnsupportedProblem, match="above 0, to 1"):
         halving.cost(records, HEADER, 1.5)
 
@@ -327,6 +335,14 @@ def test_cost_on_the_published_sweep(h100):
     assert found.cells.table.regret_mean - found.all_samples_cells.table.regret_mean < 0.001
     assert found.table.table.regret_mean - found.all_samples_table.table.regret_mean < 0.001
     assert found.table.table.regret_max < 0.06
+    differs = [
+        (1 + a.table.regret) / (1 + b.table.regret) - 1
+        for a, b in zip(found.cells.cells, found.all_samples_cells.cells, strict=True)
+        if None not in (a.table.regret, b.table.regret)
+    ]
+    assert found.behind.cells == len(differs)
+    assert found.behind.max == pytest.approx(max(differs), abs=1e-6) and found.behind.max > 0
+    assert found.behind.mean == pytest.approx(sum(differs) / len(differs), abs=1e-6)
 
 
 # -- what is printed

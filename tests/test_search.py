@@ -203,13 +203,13 @@ def test_kernels_are_data(store):
             assert dataclasses.is_dataclass(kernel.knobs)
 
 
-def lost_records(start, problem, decode, floor, effort):
+def lost_records(start, problem, decode, floor, effort, sure=1):
     """A timer that lost its records at one cell; runs in the timing process."""
     from gdntune.errors import MeasurementError
 
     if problem.B == 8:
         raise MeasurementError("3 of 12 segments have no record")
-    return honest_time_task(start, problem, decode, floor, effort)
+    return honest_time_task(start, problem, decode, floor, effort, sure)
 
 
 honest_time_task = session.time_task

@@ -42,9 +42,9 @@ def sweep(folder, store, text=CONFIG, **options):
     return search.sweep(config.parse(text), folder, device=arch.detect("cpu"), store=store, **options)
 
 
-def made_up(start, problem, decode, floor, effort):
+def made_up(start, problem, decode, floor, effort, sure=1):
     """`session.time_task` with times from a formula: one variant is the fastest below 37 work units, another above."""
-    got = honest_time_task(start, problem, decode, floor, effort)
+    got = honest_time_task(start, problem, decode, floor, effort, sure)
 
     def us(variant):
         if "tv16" in variant.id and "vec8" in variant.id:
@@ -100,6 +100,34 @@ def test_a_sweep_adds_cells_and_replays(added, tmp_path):
     found = judge.held_out(outcome.records, outcome.run)
     assert (found.table.cells, found.table.regret_max) == (2, e.held_out_regret_max)
     assert (outcome.run.regret, outcome.run.keeps_default) == (0.01, True)
+
+
+def stingy(start, problem, decode, floor, effort, sure=1):
+    """`made_up`, where at held-out cells only what must be is timed to the end."""
+    got = made_up(start, problem, decode, floor, effort, sure)
+    if sure == 1:
+        return got
+    firm = {v.id for v in decode[:sure]}
+    return got._replace(
+        timed=[t if t.role == "floor" or t.variant.id in firm else t._replace(final_us=[]) for t in got.timed]
+    )
+
+
+def test_the_judged_choice_has_final_samples(monkeypatch, store, tmp_path):
+    """At held-out cells the table's choice and the default rule's are timed to the end, and nothing else need be."""
+    monkeypatch.setattr(session, "time_task", stingy)
+    outcome = sweep(tmp_path, store)
+    aside = {r.problem for r in outcome.records if isinstance(r, Cell) and r.purpose == "held-out"}
+    rules = {rule.when: rule for rule in outcome.table.rules}
+    assert aside
+    for problem in aside:
+        timed = {
+            r.variant.id
+            for r in outcome.records
+            if isinstance(r, Trial) and r.problem == problem and r.stage == "final"
+        }
+        assert rules[problem.contract].at(problem.work_units).variant in timed
+    assert {c.table.basis for c in judge.held_out(outcome.records, outcome.run).cells} == {"final"}
 
 
 @pytest.mark.usefixtures("crossing")
@@ -164,11 +192,11 @@ def test_two_processes_share_a_sweep(store, tmp_path):
     assert [r.timed_on for r in again.records if isinstance(r, Cell)].count(msgspec.UNSET) == 1
 
 
-def fragile(start, problem, decode, floor, effort):
+def fragile(start, problem, decode, floor, effort, sure=1):
     """`session.time_task` that ends its process at one cell where one variant is called; runs in the timing process."""
     if problem.B == 8 and any("tv16.ilp2.vec8" in v.id for v in decode):
         os.abort()
-    return honest_time_task(start, problem, decode, floor, effort)
+    return honest_time_task(start, problem, decode, floor, effort, sure)
 
 
 def test_a_crash_on_one_of_two(monkeypatch, store, tmp_path):

@@ -52,6 +52,31 @@ def test_a_cell_keeps_its_leaders_and_its_default(variants):
     assert result.stop == "12 final rounds"
 
 
+def test_what_is_judged_is_timed_to_the_end(variants):
+    """The first `sure` variants have final samples, however slow they look."""
+    store, decode, floor = variants
+    one = msgspec.structs.replace(SEARCH, keep=1)
+    result = a_session(store).time_cell(PROBLEM, decode, floor, one, sure=3)
+    finals = {t.variant.id for t in result.timed if t.final_us and t.role == "decode"}
+    assert {v.id for v in decode[:3]} <= finals
+
+
+def test_all_are_timed_to_the_end_where_as_many_are_kept(tmp_path):
+    """Fault: `keep` of more than a third of the variants kept that third, so a sweep meant to be exhaustive was none."""
+    device, store = arch.detect("cpu"), Store(tmp_path)
+    kernel = kernels.get(kernels.variants(CONTRACT, device)[0].kernel)
+    decode = [v for v in kernels.variants(CONTRACT, device) if v.kernel == kernel.name][:12]
+    assert all(
+        b.ok
+        for b in build.compile_objects(
+            [(object_spec(kernel, CONTRACT, v, device), kernel.compiler) for v in decode], store
+        )
+    )
+    every = msgspec.structs.replace(SEARCH, screen_rounds=5, keep=99)
+    result = a_session(store).time_cell(PROBLEM, decode, [], every)
+    assert {len(t.final_us) for t in result.timed} == {12}
+
+
 def test_a_cell_ends_with_its_time(variants):
     """max_cell_seconds leaves fewer rounds, and the stop rule says so."""
     store, decode, floor = variants
