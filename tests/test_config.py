@@ -206,6 +206,32 @@ def test_cells_of_parts_are_a_union():
     ]
 
 
+def test_a_bench_has_every_cell_of_every_part():
+    """Fault: a part of few heads lost each cell whose work units a part of more heads has. Equal sizes count once, shards too."""
+    parts = [
+        {"name": "many", "model": {"H": 2, "HV": 4}, "batch": [2, 1]},
+        {"name": "few", "model": {"H": 1, "HV": 1}, "batch": [1, 2, 4]},
+        {"name": "other-h", "model": {"H": 4, "HV": 4}, "batch": [2]},
+        {"name": "sharded", "model": {"H": 4, "HV": 8}, "shards": [4, 2], "batch": [2]},
+    ]
+    c = read(parts=parts)
+    assert [(p.B, p.H, p.HV) for p in c.problems()] == [(1, 1, 1), (2, 1, 1), (1, 2, 4), (2, 2, 4)]
+    found = c.all_problems()
+    assert [(p.B, p.H, p.HV) for p in found] == [
+        (1, 1, 1), (1, 2, 4), (2, 1, 1), (2, 1, 2), (2, 2, 4), (2, 4, 4), (4, 1, 1),
+    ]  # fmt: skip
+    assert set(c.problems()) <= set(found)
+    assert {p for part in parts for p in c.only([part["name"]]).all_problems()} == set(found)
+
+
+def test_the_bench_of_peers_has_all_its_parts_cells():
+    """configs/bench-peers.yaml: run together its parts have the cells that each has alone; 8 heads stand beside 64 of equal B*HV."""
+    c = config.load(CONFIGS / "bench-peers.yaml")
+    alone = [c.only([part.name]).all_problems() for part in c.parts]
+    assert {p for problems in alone for p in problems} == set(c.all_problems())
+    assert {p.B for p in c.all_problems() if p.HV == 8} == {1, 2, 4, 8, 16, 32, 64, 128, 256, 512}
+
+
 def test_one_part_is_the_flat_config():
     """What a flat config says and a config whose only part says it have the same cells and contracts."""
     flat = read(shards=[1, 2], tokens=[1, 4])
@@ -347,7 +373,7 @@ def test_sha256_of_parts():
 
 
 PUBLISHED = {
-    "qwen3.5-397b-a17b": "9f1a718b166e930819d28d9cfe400c5ad3d1b52c0e6a252e205e69ebc62aaa35",
+    "qwen3.5-397b-a17b": "c5e78824c001adbbeee0d73e982b606e56f22b3aa859c051586eb5aeb37a0801",
     "kimi-linear-48b-a3b": "9fbd8deb785be8ff1f82c79d19c9fb25eea92b51f05a5b2f6a4c9fea4504e28f",
 }
 
