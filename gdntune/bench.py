@@ -15,7 +15,7 @@ from gdntune.arch import Device
 from gdntune.bench_session import Found, Named, Probe
 from gdntune.build import Built, compile_objects
 from gdntune.config import Config
-from gdntune.derive import derive
+from gdntune.derive import as_chosen, derive, timed_cells
 from gdntune.dispatch import Runtime
 from gdntune.errors import GdntuneError, JournalError, MeasurementError
 from gdntune.executors import Child, Crashed
@@ -34,7 +34,7 @@ QUICK_ROUNDS = 2
 
 
 class Outcome(NamedTuple):
-    """A finished bench. table: of our choices as measured here; None where no cell has one. timed: cells with times of ours."""
+    """A finished bench. table: of our choices as measured here; None where no cell has one. timed: cells with times of our choice."""
 
     table: Table | None
     run: Run
@@ -58,7 +58,7 @@ def bench(
     progress: Progress | None = None,
     command: str = "",
 ) -> Outcome:
-    """Times a config's cells: the table's choice, the default rule's, the floor and each peer, interleaved.
+    """Times a config's cells, each B, H and HV: the table's choice, the default rule's, the floor and each peer, interleaved.
 
     table: instead of the one in use. rounds: instead of the config's final_rounds. Writes folder/journal.jsonl and folder/table.json,
     or goes on where the journal ends. Raises GdntuneError for a peer that is not known, a journal of another bench, a folder in use.
@@ -85,7 +85,7 @@ class _Bench:
         self.store, self.runtime, self.jobs, self.policy = store, runtime, jobs, policy
         self.progress, self.command = progress, command
         self.notes: list[str] = []
-        self.ours = {p: self._ours(p) for p in config.problems()}
+        self.ours = {p: self._ours(p) for p in config.all_problems()}
         self.choices = {p: variants[0].id for p, variants in self.ours.items()}
         self.floors = {c: list(kernels.variants(c, device, "floor")) for c in config.all_contracts()}
         self.child: Child
@@ -217,7 +217,7 @@ class _Bench:
 
     def _time(self, journal: Journal) -> None:
         done = {r.problem for r in journal.records if isinstance(r, Cell)}
-        todo = [p for p in self.config.problems() if p not in done]
+        todo = [p for p in self.config.all_problems() if p not in done]
         self.progress.start("time", len(todo))
         for problem in todo:
             if self.ours[problem]:
@@ -328,7 +328,7 @@ class _Bench:
             self.notes.append(str(e))
             return Outcome(None, run, records, self.notes, 0)
         save(table, self.folder / "table.json")
-        return Outcome(table, run, records, self.notes, table.evidence.cells)
+        return Outcome(table, run, records, self.notes, len(as_chosen(timed_cells(records), records)))
 
 
 def _lost(problem: Problem, variant: Variant, end: Probe | Crashed) -> Trial:

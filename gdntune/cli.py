@@ -189,7 +189,7 @@ def bench(
     )
     made, files, note = _written(folder)
     outcome.notes.extend(note)
-    cells = len(wanted.problems())
+    cells = len(wanted.all_problems())
     if as_json:
         print_json(
             {

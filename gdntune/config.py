@@ -116,13 +116,10 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(sorted({Contract(**{**part, **sizes, "tokens": t}) for part in parts for t in self.tokens}))
 
     def own_cells(self) -> Iterator[tuple[int, Problem]]:
-        """Each pair of a contract and work units once, with the least shards that give it."""
-        sizes: dict[int, tuple[int, int, int, int]] = {}
-        for s in sorted(self.shards):
-            for B in self.batch:
-                sizes.setdefault(B * self.model.HV // s, (s, B, self.model.H // s, self.model.HV // s))
+        """Every contract at each batch size of each shard, with the shards, the least first."""
+        heads = [(s, self.model.H // s, self.model.HV // s) for s in sorted(self.shards)]
         for c in self.own_contracts():
-            yield from ((s, Problem(c, *heads)) for s, *heads in sizes.values())
+            yield from ((s, Problem(c, B, H, HV)) for s, H, HV in heads for B in self.batch)
 
     def admits(self, variant: Variant) -> bool:
         """Whether `kernels` lets a decode variant be tried."""
@@ -168,6 +165,10 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
                 if key not in least or shards < least[key][0]:
                     least[key] = (shards, problem)
         return tuple(least[key][1] for key in sorted(least))
+
+    def all_problems(self) -> tuple[Problem, ...]:
+        """Every cell of every part, sorted, each contract, B, H and HV once, also where work units are equal: what a bench times."""
+        return tuple(sorted({problem for part in self.each_part() for _, problem in part.own_cells()}))
 
     def admitted(self, contract: Contract, variants: Sequence[Variant]) -> tuple[Variant, ...]:
         """Those decode variants that a part with this contract lets be tried."""

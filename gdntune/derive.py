@@ -55,7 +55,7 @@ def derive(
     if default is None and run.keeps_default is True:
         default = noted_defaults(records)
     held_out = {*held_out, *marked(records)}
-    timed = _as_chosen(timed_cells(records, admits), records)
+    timed = as_chosen(timed_cells(records, admits), records)
     judged = [c for c in timed if c.problem in held_out]
     by_contract = by_work_units(c for c in timed if c.problem not in held_out)
     if not by_contract:
@@ -234,7 +234,7 @@ def timed_cells(records: Iterable[Record], admits: Callable[[str], bool] | None 
     return [cell for cell in found if cell.finals]
 
 
-def _as_chosen(timed: Iterable[Timed], records: Iterable[Record]) -> list[Timed]:
+def as_chosen(timed: Iterable[Timed], records: Iterable[Record]) -> list[Timed]:
     """Cells that name a choice made beforehand with that variant's final samples alone; those that lack these are left out."""
     chosen = {r.problem: r.choice for r in records if isinstance(r, Cell) and r.choice is not msgspec.UNSET}
     found = []

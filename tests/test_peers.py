@@ -26,40 +26,85 @@ RING = "gated_delta_rule_mtp_ucache_flush"
 
 
 @pytest.mark.parametrize(
-    ("contract", "flashinfer", "fla", "sglang"),
+    ("contract", "flashinfer", "sglang"),
     [
-        (BF16, (PRETRANSPOSE,), (), TRITON),
-        (BF16.replace(pool=False), (PRETRANSPOSE,), (), TRITON),
-        (FP32, (PRETRANSPOSE,), GDN, TRITON),
-        (BF16.replace(tokens=4), (PRETRANSPOSE,), (), TRITON),
-        (MTP, ("gated_delta_rule_mtp",), GDN, TRITON),
-        (MTP.replace(intermediate="dense"), ("gated_delta_rule_mtp",), (), TRITON),
-        (MTP.replace(intermediate="dense", mode="frozen"), ("gated_delta_rule_mtp",), (), TRITON),
-        (BF16.replace(tokens=4, intermediate="dense", mode="frozen"), (PRETRANSPOSE,), (), TRITON),
-        (BF16.replace(tokens=4, intermediate="dense"), (), (), TRITON),
-        (BF16.replace(tokens=4, mode="frozen"), (PRETRANSPOSE, WY, RING), (), TRITON),
-        (BF16.replace(tokens=5, mode="frozen"), (PRETRANSPOSE, WY), (), TRITON),
-        (BF16.replace(tokens=4, intermediate="indexed", mode="frozen"), (), (), TRITON),
-        (FP32.replace(layout="v_last"), ("gated_delta_rule_decode",), GDN, ()),
-        (MTP.replace(layout="v_last"), (), GDN, ()),
-        (KDA, ("recurrent_kda",), KDA_IN_PLACE, TRITON),
-        (KDA.replace(state_dtype="fp32"), (), KDA_IN_PLACE, TRITON),
-        (KDA.replace(tokens=4), (), KDA_IN_PLACE, TRITON),
-        (KDA.replace(tokens=4, **SLOTS), ("recurrent_kda",), KDA_IN_PLACE, ()),
-        (KDA.replace(tokens=4, accepted=True, **SLOTS), ("recurrent_kda",), KDA_IN_PLACE, ()),
-        (KDA.replace(gate="lower_bound"), ("recurrent_kda",), KDA_IN_PLACE, ()),
-        (FP32.replace(gate="log", beta="given"), (), GDN, ()),
-        (FP32.replace(ragged=True, tokens=4), (), GDN, TRITON),
-        (FP32.replace(K=256), (), GDN, TRITON),
+        (BF16, (PRETRANSPOSE,), TRITON),
+        (BF16.replace(pool=False), (PRETRANSPOSE,), TRITON),
+        (FP32, (PRETRANSPOSE,), TRITON),
+        (BF16.replace(tokens=4), (PRETRANSPOSE,), TRITON),
+        (MTP, ("gated_delta_rule_mtp",), TRITON),
+        (MTP.replace(intermediate="dense"), ("gated_delta_rule_mtp",), TRITON),
+        (MTP.replace(intermediate="dense", mode="frozen"), ("gated_delta_rule_mtp",), TRITON),
+        (BF16.replace(tokens=4, intermediate="dense", mode="frozen"), (PRETRANSPOSE,), TRITON),
+        (BF16.replace(tokens=4, intermediate="dense"), (), TRITON),
+        (BF16.replace(tokens=4, mode="frozen"), (PRETRANSPOSE, WY, RING), TRITON),
+        (BF16.replace(tokens=5, mode="frozen"), (PRETRANSPOSE, WY), TRITON),
+        (BF16.replace(tokens=4, intermediate="indexed", mode="frozen"), (), TRITON),
+        (FP32.replace(layout="v_last", pool=False), ("gated_delta_rule_decode",), ()),
+        (FP32.replace(layout="v_last"), (), ()),
+        (MTP.replace(layout="v_last"), (), ()),
+        (KDA, ("recurrent_kda",), TRITON),
+        (KDA.replace(state_dtype="fp32"), (), TRITON),
+        (KDA.replace(tokens=4), (), TRITON),
+        (KDA.replace(tokens=4, **SLOTS), ("recurrent_kda",), ()),
+        (KDA.replace(tokens=4, accepted=True, **SLOTS), ("recurrent_kda",), ()),
+        (KDA.replace(gate="lower_bound"), ("recurrent_kda",), ()),
+        (FP32.replace(gate="log", beta="given"), (), ()),
+        (FP32.replace(ragged=True, tokens=4), (), TRITON),
+        (FP32.replace(K=256), (), TRITON),
     ],
     ids=lambda x: x.key() if isinstance(x, Contract) else None,
 )
-def test_what_each_serves(contract, flashinfer, fla, sglang):
+def test_what_each_serves(contract, flashinfer, sglang):
     """The entries that serve a contract, by reading their code; where none does, the reason names what is accepted."""
-    for name, wanted in (("flashinfer", flashinfer), ("fla", fla), ("sglang", sglang)):
+    for name, wanted in (("flashinfer", flashinfer), ("sglang", sglang)):
         found, reason = peers.get(name).serving(Problem(contract, 2, 4, 4))
         assert tuple(e.name for e in found) == wanted, name
         assert found or "accepted" in reason or "writes" in reason
+
+
+@pytest.mark.parametrize(
+    ("contract", "entries"),
+    [
+        (FP32, GDN),
+        (BF16, ()),
+        (MTP, GDN),
+        (MTP.replace(mode="frozen"), GDN),
+        (MTP.replace(intermediate="dense"), ()),
+        (MTP.replace(layout="v_last"), GDN),
+        (FP32.replace(gate="log", beta="given"), GDN),
+        (FP32.replace(ragged=True, tokens=4), GDN),
+        (FP32.replace(K=256), GDN),
+        (KDA, KDA_IN_PLACE),
+        (KDA.replace(state_dtype="fp32"), KDA_IN_PLACE),
+        (KDA.replace(layout="v_last"), KDA_IN_PLACE),
+        (KDA.replace(tokens=4), KDA_IN_PLACE),
+        (KDA.replace(tokens=4, ragged=True, mode="frozen"), KDA_IN_PLACE),
+        (KDA.replace(tokens=4, intermediate="indexed", mode="frozen"), ()),
+        (KDA.replace(gate="lower_bound"), KDA_IN_PLACE),
+    ],
+    ids=lambda x: x.key() if isinstance(x, Contract) else None,
+)
+def test_what_fla_serves(contract, entries):
+    """States in order; with a pool only KDA, by slots at T=1: on states gathered beforehand it would do another job."""
+    fla = peers.get("fla")
+    found, reason = fla.serving(Problem(contract.replace(pool=False), 2, 4, 4))
+    assert tuple(e.name for e in found) == entries
+    assert found or "accepted is" in reason
+    found, reason = fla.serving(Problem(contract, 2, 4, 4))
+    by_slots = entries == KDA_IN_PLACE and contract.tokens == 1
+    assert tuple(e.name for e in found) == (entries if by_slots else ())
+    assert found or "pool=True, accepted is False" in reason or not entries
+
+
+def test_flas_slots_of_each_token():
+    """KDA takes a slot for each token; with the final state beside them, or ragged, it does not."""
+    slots = KDA.replace(tokens=4, accepted=True, **SLOTS)
+    found, _ = peers.get("fla").serving(Problem(slots, 2, 4, 4))
+    assert tuple(e.name for e in found) == KDA_IN_PLACE
+    for other in (slots.replace(mode="update"), slots.replace(ragged=True)):
+        found, reason = peers.get("fla").serving(Problem(other, 2, 4, 4))
+        assert not found and "each token's state and no other" in reason
 
 
 @pytest.mark.parametrize(
@@ -190,7 +235,9 @@ def called(monkeypatch):
         ("flashinfer", WY, BF16.replace(tokens=4, mode="frozen"), "initial_state_source"),
         ("flashinfer", RING, BF16.replace(tokens=8, mode="frozen"), "initial_state_source"),
         ("flashinfer", "recurrent_kda", KDA, "initial_state"),
-        ("fla", "fused_recurrent_kda", KDA, "initial_state"),
+        ("fla", *GDN, MTP.replace(pool=False), "initial_state"),
+        ("fla", *KDA_IN_PLACE, KDA.replace(pool=False), "initial_state"),
+        ("fla", *KDA_IN_PLACE, KDA.replace(tokens=4, mode="frozen", pool=False), "initial_state"),
         ("sglang", *TRITON, FP32, "initial_state_source"),
         ("sglang", *TRITON, MTP.replace(intermediate="dense"), "initial_state_source"),
     ],
@@ -262,34 +309,41 @@ def test_what_the_ring_does_not_take(called):
             called("flashinfer", RING, make_case(Problem(contract, 3, 2, 2), **change))
 
 
-def test_states_without_a_pool_are_gathered_once(called):
-    """What has no pool gets the requests' states in a tensor of its own, made before the call; the pool stays as it is."""
-    case = make_case(Problem(FP32.replace(layout="v_last"), 3, 2, 2))
-    for peer, entry, name in (("flashinfer", "gated_delta_rule_decode", "state"), ("fla", *GDN, "initial_state")):
-        recorder, _ = called(peer, entry, case)
-        states = recorder.arguments[name]
-        assert torch.equal(states, case.state[case.read_index.long()]) and states.is_contiguous()
-        assert not recorder.same(case.state)
+def test_v_last_states_are_the_cases_own(called):
+    """FlashInfer's V-last kernel updates the states in place: no copy is made of them."""
+    case = make_case(Problem(FP32.replace(layout="v_last", pool=False), 3, 2, 2))
+    recorder, _ = called("flashinfer", "gated_delta_rule_decode", case)
+    assert recorder.same(case.state)
+
+
+@pytest.mark.parametrize(("mode", "writes"), [("update", True), ("frozen", False)])
+def test_fla_writes_the_final_state_where_it_is_kept(called, mode, writes):
+    """GDN returns it, KDA writes it in place; a frozen state is neither asked for nor compared."""
+    for contract, entry, said in ((FP32, GDN, "output_final_state"), (KDA, KDA_IN_PLACE, "inplace_final_state")):
+        case = make_case(Problem(contract.replace(mode=mode, pool=False), 3, 2, 2))
+        recorder, bound = called("fla", *entry, case)
+        assert recorder.arguments[said] is writes
+        assert (bound.state is not None) is writes and bound.rows is None
 
 
 @pytest.mark.parametrize(("layout", "v_first"), [("k_last", True), ("v_last", False)])
 def test_flas_layouts(called, layout, v_first):
     """Its V-first state [V, K] is K-last in memory."""
-    case = make_case(Problem(FP32.replace(layout=layout), 3, 2, 2))
-    recorder, _ = called("fla", *GDN, case)
-    assert recorder.arguments["state_v_first"] is v_first
+    for contract, entry in ((FP32, GDN), (KDA, KDA_IN_PLACE)):
+        case = make_case(Problem(contract.replace(layout=layout, pool=False), 3, 2, 2))
+        recorder, _ = called("fla", *entry, case)
+        assert recorder.arguments["state_v_first"] is v_first
 
 
 def test_accepted_counts_start_at_one(called):
     """A count of 0 names the first column here and would be column -1 there."""
     case = make_case(Problem(KDA.replace(tokens=3, accepted=True, **SLOTS), 9, 2, 2))
     case.accepted[0] = 0
-    for peer, entry in (("flashinfer", "recurrent_kda"), ("fla", *KDA_IN_PLACE)):
-        recorder, bound = called(peer, entry, case)
-        counts = recorder.arguments["num_accepted_tokens"]
-        assert int(counts.min()) == 1 and int(counts.max()) <= 3
-        assert recorder.arguments["ssm_state_indices"] is case.slot_index
-        assert bound.state is None
+    recorder, bound = called("flashinfer", "recurrent_kda", case)
+    counts = recorder.arguments["num_accepted_tokens"]
+    assert int(counts.min()) == 1 and int(counts.max()) <= 3
+    assert recorder.arguments["ssm_state_indices"] is case.slot_index
+    assert bound.state is None
 
 
 @pytest.mark.parametrize("pool", [True, False], ids=["pool", "states"])
@@ -371,6 +425,19 @@ def test_the_bench_config_has_a_peer_for_each_part():
         entries |= {e.name for found in served for e in found}
         assert sum(map(bool, served)) * 2 >= len(problems), part.name
     assert entries == {e.name for name in ("flashinfer", "fla") for e in peers.get(name).entries}
+    in_order = [
+        p for part in whole.parts if part.name.endswith("-in-order") for p in whole.only([part.name]).problems()
+    ]
+    assert in_order and {p for p in whole.all_problems() if not p.contract.pool} == set(in_order)
+    # of GDN it has fp32 states in order alone, of KDA both, and slots
+    served = {p for p in whole.all_problems() if peers.get("fla").serving(p)[0]}
+    gdn = {p for p in served if p.contract.op == "gdn_decode"}
+    assert gdn == {p for p in in_order if p.contract.op == "gdn_decode" and p.contract.state_dtype == "fp32"}
+    assert {(p.contract.layout, p.contract.tokens) for p in gdn} == {
+        *(("k_last", t) for t in (1, 2, 4, 8)),
+        ("v_last", 1),
+    }
+    assert served - gdn == {p for p in whole.all_problems() if p.contract.op == "kda_decode"}
     lost = Problem(BF16.replace(tokens=8, mode="frozen", intermediate="dense"), 512, 16, 64)
     assert lost in whole.problems() and "32-bit" in peers.get("flashinfer").serving(lost)[1]
 

@@ -67,6 +67,17 @@ def test_beside_ours(tmp_path):
     assert "ERROR" in text
 
 
+def test_equal_work_units_of_fewer_heads(tmp_path):
+    """Beside their 64 heads stand ours of 64, also where a run has other heads at the same work units."""
+    header = synthetic.run()
+    records = [Check(contract=Contract(), variant=v.id, status="ok") for v in synthetic.VARIANTS]
+    for problem, slow in ((Problem(Contract(), 8, 16, 64), 1.0), (Problem(Contract(), 64, 2, 8), 3.0)):
+        records += synthetic.cell(problem, header, slow=slow)
+    made = report([synthetic.write(tmp_path, header, records)], [published(PR)])
+    chosen = made.frame[made.frame["chosen"]].set_index("HV")["sol"]
+    assert re.search(rf"^\| 8 x 64 +\| +46\.1 \| +{100 * chosen[64]:.1f} [lc ] \|", made.markdown(), re.M)
+
+
 def test_same_policy(tmp_path):
     """Under their policy nothing is said to differ."""
     text = run_of(tmp_path, [Contract()], policy={"timer": "cupti", "l2": "cold-dirty"}).markdown()

@@ -233,6 +233,19 @@ def test_several_runs(folder, tmp_path):
     assert "share 18 cells and choose differently at 18" in " ".join(made.markdown().split())
 
 
+def test_policies_are_compared_cell_by_cell(tmp_path):
+    """Two cells with equal work units and other heads are two, in what runs share and where they choose otherwise."""
+    contract, folders = synthetic.contracts()[0], []
+    for l2, favoured in (("cold-clean", 0), ("cold-dirty", 1)):
+        header = synthetic.run(policy={"timer": "cupti", "l2": l2})
+        found = [Check(contract=contract, variant=v.id, status="ok") for v in synthetic.VARIANTS]
+        for B, H, HV in ((8, 16, 64), (64, 2, 8), (8, 64, 64)):
+            found += synthetic.cell(Problem(contract, B, H, HV), header, favoured=favoured)
+        folders.append(synthetic.write(tmp_path / l2, header, found))
+    made = report(folders)
+    assert "share 3 cells and choose differently at 3" in " ".join(made.markdown().split())
+
+
 def test_runs_alike_are_numbered(folder):
     """Two runs of one config and policy have names of their own."""
     assert [s.name for s in report([folder, folder]).sources] == [

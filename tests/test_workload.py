@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from gdntune import cells, config, workload
 from gdntune.errors import ConfigError
+from gdntune.journal import Check
+from gdntune.problem import Problem
 from gdntune.report import report
 from gdntune.workload import Load
 
@@ -144,6 +146,22 @@ def test_the_report_says_what_a_step_saves(tmp_path, monkeypatch):
     assert float(share) == pytest.approx(100 * (default - mean) / default, abs=0.1)
     plain = synthetic.run()
     assert "Workload" not in report([synthetic.write(tmp_path / "b", plain, synthetic.records(plain))]).markdown()
+
+
+def test_a_step_has_the_times_of_its_own_heads(tmp_path, monkeypatch):
+    """Of two cells with equal work units a row of 8 heads takes the one of 8 heads, and a row of 64 that of 64."""
+    from gdntune import kernels
+
+    monkeypatch.setattr(kernels, "default", lambda c, w, d: synthetic.VARIANTS[1])
+    header, contract = synthetic.run(workload=(Load(64), Load(8))), synthetic.contracts()[0]
+    found = [Check(contract=contract, variant=v.id, status="ok") for v in synthetic.VARIANTS]
+    for B, HV, slow in ((64, 8, 3.0), (8, 64, 1.0), (64, 64, 1.0), (8, 8, 3.0)):
+        found += synthetic.cell(Problem(contract, B, HV // 4, HV), header, slow=slow)
+    made = report([synthetic.write(tmp_path, header, found)])
+    chosen = made.frame[made.frame["chosen"]].set_index(["B", "HV"])["mean_us"]
+    (section,) = [s for s in made.document.sections if s.title == "Workload"]
+    shown = {row[2]: float(row[5]) for row in section.blocks[-1].rows}
+    assert shown == {str(HV): pytest.approx((chosen[8, HV] + chosen[64, HV]) / 2, rel=0.01) for HV in (8, 64)}
 
 
 def test_a_report_of_a_workload_beyond_the_cells(tmp_path):

@@ -1,6 +1,7 @@
 """flash-linear-attention's recurrent kernels: any head sizes, both layouts. GDN returns a new fp32 state, KDA updates in place.
 
-Its V-first state is K-last in memory, its default is V-last.
+GDN takes no pool, so contracts with one are refused: on states gathered beforehand it would look up no slots and read memory in order.
+Below KDA's public function there is one that takes slots, at T=1 or one a token. Its V-first state is K-last in memory, the default V-last.
 """
 
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from gdntune.cases import Case
-from gdntune.peers.spec import Bound, Entry, Peer, imported, own_states, slots_of, unless
+from gdntune.peers.spec import Bound, Entry, Peer, imported, slots_of, unless
 from gdntune.problem import Problem
 
 
@@ -39,7 +40,7 @@ def _second(returned: Any) -> Tensor:
 
 
 def _refuse_gdn(p: Problem) -> str | None:
-    return unless(p.contract, op=("gdn_decode",), state_dtype=("fp32",), intermediate=("none",), accepted=(False,))
+    return unless(p.contract, op=("gdn_decode",), pool=(False,), state_dtype=("fp32",), intermediate=("none",))
 
 
 def _bind_gdn(case: Case) -> Bound:
@@ -51,7 +52,7 @@ def _bind_gdn(case: Case) -> Bound:
         "v": case.v,
         "g": case.a,
         "beta": case.b,
-        "initial_state": own_states(case),
+        "initial_state": case.state,
         "output_final_state": writes,
         **_gate(case),
     }
@@ -62,8 +63,11 @@ def _refuse_kda(p: Problem) -> str | None:
     c = p.contract
     if fault := unless(c, op=("kda_decode",), intermediate=("none", "slots")):
         return fault
-    if c.intermediate == "slots" and (c.mode == "update" or c.ragged):
-        return "with slots it writes each token's state and no other, on dense batches here"
+    if c.intermediate == "slots":
+        served = c.mode == "frozen" and not c.ragged
+        return None if served else "with slots it writes each token's state and no other, on dense batches here"
+    if c.pool and (c.tokens > 1 or c.ragged or c.mode == "frozen"):
+        return "pool=True, accepted is False but at T=1 with the final state: at T>1 its slots are each token's"
     return None
 
 
@@ -71,7 +75,8 @@ def _bind_kda(case: Case) -> Bound:
     # The function below fused_recurrent_kda: it alone updates in place, takes slots, and has no output to fill with zeros first.
     function = imported("fla.ops.kda.fused_recurrent", "fused_recurrent_kda_fwd")
     c = case.contract
-    arguments: dict[str, Any] = {
+    writes = c.mode == "update"
+    arguments = {
         "q": case.q,
         "k": case.k,
         "v": case.v,
@@ -79,22 +84,18 @@ def _bind_kda(case: Case) -> Bound:
         "beta": case.b,
         "out": case.output,
         "lower_bound": case.lower_bound if c.gate == "lower_bound" else None,
+        "initial_state": case.state,
+        "inplace_final_state": writes,
         **_gate(case),
     }
     if case.slot_index is not None:
         accepted = None if case.accepted is None else case.accepted.clamp(1, case.slot_index.shape[1])
         slots = {"ssm_state_indices": case.slot_index, "num_accepted_tokens": accepted}
-        arguments |= {"initial_state": case.state, "inplace_final_state": True, **slots}
+        arguments |= {"inplace_final_state": True, **slots}
         return Bound(lambda: function(**arguments), _first)
-    if c.mode == "frozen":
-        arguments |= {"initial_state": own_states(case), "inplace_final_state": False}
-        return Bound(lambda: function(**arguments), _first)
-    if c.pool and c.tokens == 1 and not c.ragged:
-        rows = slots_of(case)
-        arguments |= {"initial_state": case.state, "inplace_final_state": True, "ssm_state_indices": rows}
-        return Bound(lambda: function(**arguments), _first, _second, rows)
-    arguments |= {"initial_state": own_states(case), "inplace_final_state": True}
-    return Bound(lambda: function(**arguments), _first, _second)
+    rows = slots_of(case) if c.pool else None
+    arguments["ssm_state_indices"] = rows
+    return Bound(lambda: function(**arguments), _first, _second if writes else None, rows)
 
 
 PEER = Peer(
@@ -107,13 +108,13 @@ PEER = Peer(
             name="fused_recurrent_gated_delta_rule",
             refuse=_refuse_gdn,
             bind=_bind_gdn,
-            form="on states without a pool, gathered before the timed call; the new state and the output are new tensors",
+            form="on states in the requests' order; the new state and the output are new tensors",
         ),
         Entry(
             name="fused_recurrent_kda",
             refuse=_refuse_kda,
             bind=_bind_kda,
-            form="its in-place form; by slots at T=1 and where each token has a slot, else on states gathered before",
+            form="its in-place form; by slots where the contract has a pool",
         ),
     ),
 )

@@ -19,7 +19,6 @@ from gdntune.peers.spec import (
     beyond_reach,
     imported,
     intermediate_elements,
-    own_states,
     packed,
     slots_of,
     starts,
@@ -147,17 +146,23 @@ def _bind_mtp(case: Case) -> Bound:
 
 
 def _refuse_v_last(p: Problem) -> str | None:
+    # On states gathered from a pool beforehand it would look up no slots, which is another job.
     fault = _fault(
-        p.contract, layout="v_last", state_dtype=("fp32",), tokens=(1,), mode=("update",), intermediate=("none",)
+        p.contract,
+        layout="v_last",
+        pool=(False,),
+        state_dtype=("fp32",),
+        tokens=(1,),
+        mode=("update",),
+        intermediate=("none",),
     )
     return fault or _too_large(p)
 
 
 def _bind_v_last(case: Case) -> Bound:
     function = imported("flashinfer.gdn_decode", "gated_delta_rule_decode")
-    states = own_states(case)
-    arguments = {**_gdn(case), "state": states, "output": case.output, "backend": "flashinfer"}
-    return Bound(functools.partial(function, **arguments), _first, lambda _: states)
+    arguments = {**_gdn(case), "state": case.state, "output": case.output, "backend": "flashinfer"}
+    return Bound(functools.partial(function, **arguments), _first, lambda _: case.state)
 
 
 # -- gated_delta_rule_mtp_wy_output_only
@@ -322,7 +327,7 @@ PEER = Peer(
             "gated_delta_rule_decode",
             _refuse_v_last,
             _bind_v_last,
-            "on states without a pool, gathered before the timed call, updated in place",
+            "on states in the requests' order, updated in place",
         ),
         Entry(
             "gated_delta_rule_mtp_wy_output_only",

@@ -163,11 +163,6 @@ def slots_of(case: Case) -> Tensor:
     return read
 
 
-def own_states(case: Case) -> Tensor:
-    """The states in a tensor of their own, row n request n's: a copy out of the pool where there is one, else the case's."""
-    return case.state if case.read_index is None else case.state[case.read_index.long()].contiguous()
-
-
 def packed(case: Case, x: Tensor) -> Tensor:
     """x [B, T, ...] as packed rows [1, B*T, ...], without a copy."""
     return x if case.contract.ragged else x.view(1, -1, *x.shape[2:])

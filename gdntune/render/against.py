@@ -81,7 +81,8 @@ def _labels(source: "Source", publication: Published) -> tuple[str, str]:
 
 def _pairs(mine: "pd.DataFrame", publication: Published) -> tuple[dict[int, list[Pair]], dict[int, list[Pair]]]:
     """By T: those of the same contract; and, where this run has none, those beside ours that keep the final state alone."""
-    ours = {(_fields(c), c["work_units"]): c for _, c in mine.iterrows()}
+    # Of several cells of equal work units that with the most heads, as in a table.
+    ours = {(_fields(c), c["work_units"]): c for _, c in mine.sort_values(["HV", "H"]).iterrows()}
 
     def pair(cell: PublishedCell, contract: Contract) -> Pair:
         found = ours.get((_fields(contract), cell.problem.work_units))

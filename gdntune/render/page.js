@@ -113,6 +113,11 @@ function draw(plot, data, key, own) {
   }
 }
 
+function sizeOf(key) {
+  const [, B, HV, H] = key.split(":");
+  return `${B} x ${HV}, H=${H}`;
+}
+
 function start(section, data) {
   const box = section.querySelector(".samples");
   if (!box || !data.first) return;
@@ -122,21 +127,21 @@ function start(section, data) {
   const numbers = (list) => [...new Set(list)].sort((a, b) => a - b);
   for (const t of numbers(keys.map((key) => Number(key.split(":")[0])))) element(tokens, "option", String(t));
   function choose(key) {
-    const [t, B, HV] = key.split(":");
+    const [t, B, HV, H] = key.split(":");
     tokens.value = t;
     units.replaceChildren();
     const here = keys.filter((other) => other.split(":")[0] === t).sort((a, b) => data.units[a] - data.units[b]);
-    for (const other of here) element(units, "option", String(data.units[other]), { value: other });
+    for (const other of here) element(units, "option", `${data.units[other]} (${sizeOf(other)})`, { value: other });
     units.value = key;
-    box.querySelector("output").textContent = `T=${t}, B=${B}, HV=${HV}; a line marks each median`;
+    box.querySelector("output").textContent = `T=${t}, B=${B}, HV=${HV}, H=${H}; a line marks each median`;
     for (const cell of section.querySelectorAll(".picked")) cell.classList.remove("picked");
     for (const cell of section.querySelectorAll(`[data-key="${key}"]`)) cell.classList.add("picked");
     draw(box.querySelector(".plot"), data, key, own.checked);
   }
   tokens.addEventListener("change", () => {
     const same = keys.filter((key) => key.split(":")[0] === tokens.value);
-    const at = data.units[units.value];
-    choose(same.find((key) => data.units[key] === at) || same[0]);
+    const at = units.value;
+    choose(same.find((key) => sizeOf(key) === sizeOf(at)) || same.find((key) => data.units[key] === data.units[at]) || same[0]);
   });
   units.addEventListener("change", () => choose(units.value));
   own.addEventListener("change", () => choose(units.value));

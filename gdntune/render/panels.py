@@ -9,7 +9,7 @@ from gdntune.journal import Trial
 from gdntune.problem import Contract, Problem
 from gdntune.render import figures, peers
 from gdntune.render.figures import Band, Line, Tile
-from gdntune.render.words import cell_words, geometric_mean, number, ratio
+from gdntune.render.words import cell_words, geometric_mean, number, ratio, size_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,8 +76,9 @@ def _maps(
     baseline: Baseline | None,
 ) -> Iterable[Picture]:
     tokens = sorted(set(chosen["tokens"]))
-    rows = sorted({(c["work_units"], c["B"], c["HV"]) for _, c in chosen.iterrows()})
-    names = [f"{w} ({B} x {HV})" for w, B, HV in rows]
+    rows = sorted({_size(c) for _, c in chosen.iterrows()})
+    sizes = size_names([(B, HV, H) for _, B, HV, H in rows])
+    names = [f"{w} ({size})" for (w, *_), size in zip(rows, sizes, strict=True)]
 
     def tiles(values: Callable[[Any], float], show: Callable[[float], str]) -> list[Tile]:
         found = []
@@ -85,7 +86,7 @@ def _maps(
             value = values(c)
             if math.isnan(value):
                 continue
-            column, row = tokens.index(c["tokens"]), rows.index((c["work_units"], c["B"], c["HV"]))
+            column, row = tokens.index(c["tokens"]), rows.index(_size(c))
             said = f"{cell_words(c)}: {number(c['median_us'])} us, {letters.get(c['variant'], '')} {c['variant']}"
             found.append(Tile(column, row, _key(c), value, show(value), said))
         return found
@@ -115,7 +116,7 @@ def _defaults(
     frame: "pd.DataFrame", trials: Sequence[tuple[Problem, Trial]], default: Callable[[Problem], str | None]
 ) -> "pd.DataFrame":
     """The default rule's rows: their medians stand beside those of the choices, where `default_mean_us` are means."""
-    ids = {f"{p.contract.tokens}:{p.B}:{p.HV}": default(p) for p, _ in trials}
+    ids = {_key_of(p): default(p) for p, _ in trials}
     wanted = [r["role"] == "decode" and r["variant"] == ids.get(_key(r)) for _, r in frame.iterrows()]
     return frame[wanted]
 
@@ -159,7 +160,7 @@ def _winners(title: str, chosen: "pd.DataFrame", table: "Table", letters: Mappin
             area = order.setdefault(i.variant, len(order))
             bands.append(Band(tokens.index(t), i.first, end, letter, area, f"T={t}, {span}: {letter} {i.variant}"))
     measured = {
-        i: [float(w) for w in sorted(chosen[chosen["tokens"] == t]["work_units"])] for i, t in enumerate(tokens)
+        i: [float(w) for w in sorted(set(chosen[chosen["tokens"] == t]["work_units"]))] for i, t in enumerate(tokens)
     }
     caption = "Which variant is called at which work units (letters as in the tables; numbers: where an interval begins; dots: measured)"
     svg = figures.winner_map(f"{title}: winners", [f"T={t}" for t in tokens], bands, measured, "work units, B x HV")
@@ -168,8 +169,17 @@ def _winners(title: str, chosen: "pd.DataFrame", table: "Table", letters: Mappin
 
 
 def _key(row: Any) -> str:
-    """A cell's name in the page: T:B:HV."""
-    return f"{row['tokens']}:{row['B']}:{row['HV']}"
+    """A cell's name in the page: T:B:HV:H."""
+    return f"{row['tokens']}:{row['B']}:{row['HV']}:{row['H']}"
+
+
+def _key_of(problem: Problem) -> str:
+    return f"{problem.contract.tokens}:{problem.B}:{problem.HV}:{problem.H}"
+
+
+def _size(row: Any) -> tuple[int, int, int, int]:
+    """A cell but for T, in the order of a map's rows: work units, B, HV, H."""
+    return row["work_units"], row["B"], row["HV"], row["H"]
 
 
 # -- samples
@@ -186,7 +196,7 @@ def _samples(
     cells: dict[str, list[Any]] = {}
     units: dict[str, int] = {}
     for problem, trial in trials:
-        key = f"{problem.contract.tokens}:{problem.B}:{problem.HV}"
+        key = _key_of(problem)
         row = known.get((key, trial.variant.id))
         if row is None or trial.stage != "final":
             continue

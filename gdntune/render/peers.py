@@ -95,7 +95,7 @@ def blocks(frame: "pd.DataFrame", records: list[Record]) -> Iterator[Block]:
         yield Bullets(tuple(forms[name] for name in sorted(forms)))
 
 
-_HEADERS = ("peer", "contract", "cells", "geometric mean", "worst", "at T, B x HV")
+_HEADERS = ("peer", "contract", "cells", "geomean", "worst", "at T, B x HV")
 
 
 def _kind(row: Any) -> str:
@@ -103,7 +103,8 @@ def _kind(row: Any) -> str:
     unusual = ((row["mode"], "update"), (row["intermediate"], "none"), (row["layout"], "k_last"))
     tokens = "T=1" if row["tokens"] == 1 else "T>1"
     op = row["op"].removesuffix("_decode")
-    return " ".join([op, row["state_dtype"], tokens, *(value for value, usual in unusual if value != usual)])
+    words = [op, row["state_dtype"], tokens, *(value for value, usual in unusual if value != usual)]
+    return " ".join([*words, *([] if row["pool"] else ["in order"])])
 
 
 def _groups(best: "pd.DataFrame", records: list[Record]) -> Iterator[tuple[str, ...]]:

@@ -26,6 +26,7 @@ from gdntune.render.words import (
     number,
     ranges,
     ratio,
+    size_names,
 )
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _summary(
         units = "threads" if device.kind == "cpu" else "SMs"
         policy = source.run.policy
         yield Text(
-            f"{prefix}{len(mine)} of {len(cells)} cells (a contract at a number of work units, B*HV) have a tuned variant on "
+            f"{prefix}{len(mine)} of {len(cells)} cells (a contract at a B, H and HV) have a tuned variant on "
             f"{device.name} ({device.arch}, {device.sm_count} {units}), timed by `{policy.get('timer')}` under `{policy.get('l2')}`."
         )
         lines = [*_ratio_lines(mine), *peers.lines(frame[frame["run"] == source.name], source.records)]
@@ -271,7 +272,7 @@ def _contract_blocks(
     if not len(chosen):
         yield Text("No cell of this contract has a checked variant with final samples.")
         return
-    cells = {(c["tokens"], c["work_units"], c["B"], c["HV"]): c for _, c in chosen.iterrows()}
+    cells = {(c["tokens"], c["work_units"], c["B"], c["HV"], c["H"]): c for _, c in chosen.iterrows()}
     yield from _grids("Time, us (median of the chosen variant)", cells, lambda c: number(c["median_us"]))
     yield from _grids("Share of the DRAM's peak, %", cells, _share)
     if chosen["over_floor"].notna().any():
@@ -279,10 +280,10 @@ def _contract_blocks(
     if chosen["speedup_over_default"].notna().any():
         yield from _grids("Speed-up over the default rule", cells, lambda c: ratio(c["speedup_over_default"]))
     for kernel in peers.names(others):
-        theirs = {(r["tokens"], r["B"], r["HV"]): r for _, r in others[others["kernel"] == kernel].iterrows()}
+        theirs = {_cell_of(r): r for _, r in others[others["kernel"] == kernel].iterrows()}
 
-        def gain(c: Any, theirs: dict[tuple[int, int, int], Any] = theirs) -> str:
-            found = theirs.get((c["tokens"], c["B"], c["HV"]))
+        def gain(c: Any, theirs: dict[tuple[Any, ...], Any] = theirs) -> str:
+            found = theirs.get(_cell_of(c))
             return MISSING if found is None else ratio(found["chosen_speedup"])
 
         yield from _grids(f"Speed-up over {kernel.removeprefix(peers.PREFIX)}", cells, gain)
@@ -294,16 +295,19 @@ def _contract_blocks(
     yield Bullets(tuple(f"{letters[name]}: `{name}`, {counts[name]} cell{'s' * (counts[name] > 1)}" for name in legend))
 
 
-def _grids(caption: str, cells: dict[tuple[int, int, int, int], Any], show: Callable[[Any], str]) -> Iterator[Grid]:
-    """Tables of B x T: a row a number of work units, at most TOKENS_A_TABLE columns of T."""
+def _grids(
+    caption: str, cells: dict[tuple[int, int, int, int, int], Any], show: Callable[[Any], str]
+) -> Iterator[Grid]:
+    """Tables of B x T: a row a B and heads, at most TOKENS_A_TABLE columns of T. cells: by T, work units, B, HV and H."""
     tokens = sorted({t for t, *_ in cells})
     rows = sorted({key[1:] for key in cells})
+    names = size_names([(B, HV, H) for _, B, HV, H in rows])
     for first in range(0, len(tokens), TOKENS_A_TABLE):
         shown = tokens[first : first + TOKENS_A_TABLE]
         lines, shades = [], []
-        for w, B, HV in rows:
-            found = [cells.get((t, w, B, HV)) for t in shown]
-            lines.append((f"{B} x {HV}", str(w), *(MISSING if c is None else show(c) for c in found)))
+        for name, row in zip(names, rows, strict=True):
+            found = [cells.get((t, *row)) for t in shown]
+            lines.append((name, str(row[0]), *(MISSING if c is None else show(c) for c in found)))
             shades.append((None, None, *(None if c is None or math.isnan(c["sol"]) else c["sol"] for c in found)))
         yield Grid(caption, ("B x HV", "work units", *(f"T={t}" for t in shown)), tuple(lines), tuple(shades))
 
@@ -320,10 +324,7 @@ def _differences(sources: "Sequence[Source]", chosen: "pd.DataFrame", letters: "
     for one, other in combinations(sources, 2):
         if one.run.device.name != other.run.device.name or one.run.policy == other.run.policy:
             continue
-        left, right = (
-            {(c["work_units"], *_contract_of(c)): c for _, c in chosen[chosen["run"] == s.name].iterrows()}
-            for s in (one, other)
-        )
+        left, right = ({_cell_of(c): c for _, c in chosen[chosen["run"] == s.name].iterrows()} for s in (one, other))
         shared = [key for key in left if key in right]
         apart = [key for key in shared if left[key]["variant"] != right[key]["variant"]]
         if not shared:
@@ -444,8 +445,8 @@ def of_contract(frame: "pd.DataFrame", base: Contract) -> "pd.DataFrame":
     return frame
 
 
-def _contract_of(cell: Any) -> tuple[Any, ...]:
-    return tuple(cell[name] for name in Contract.__struct_fields__)
+def _cell_of(row: Any) -> tuple[Any, ...]:
+    return tuple(row[name] for name in (*Contract.__struct_fields__, "B", "H", "HV"))
 
 
 def _is_peers(record: Record) -> bool:

@@ -1,7 +1,8 @@
 """The words and numbers of reports: contracts, cells, times and ratios, each said in one way."""
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gdntune.problem import Contract
@@ -57,6 +58,12 @@ def ranges(numbers: Iterable[int]) -> str:
 def number(us: float) -> str:
     """A time in four digits."""
     return MISSING if math.isnan(us) else f"{us:.2f}" if us < 100 else f"{us:.1f}" if us < 1000 else f"{us:.0f}"
+
+
+def size_names(sizes: Sequence[tuple[int, int, int]]) -> list[str]:
+    """Cells by B, HV and H, each as `B x HV`; with its H where others have the same B and HV."""
+    alike = Counter((B, HV) for B, HV, _ in sizes)
+    return [f"{B} x {HV}{f', H={H}' if alike[B, HV] > 1 else ''}" for B, HV, H in sizes]
 
 
 def ratio(value: float) -> str:

@@ -1,6 +1,6 @@
 """What a report says of a workload: the time that the choices save in a step, for each contract and number of heads."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from gdntune.render.document import Bullets, Grid, Section, Text
@@ -64,17 +64,16 @@ def _rows(
     for base in contracts:
         mine, theirs = _of(chosen, base), _of(rivals, base)
         heads = sorted({int(HV) for HV in mine["HV"]}, reverse=True)
-        against: list[tuple[str, Mapping[int, Mapping[int, float]], str]] = [
-            (DEFAULT, _times(mine[mine["default_mean_us"].notna()], "default_mean_us"), "mean_us")
-        ]
+        # Whom, their rows and times, ours beside them.
+        against = [(DEFAULT, mine[mine["default_mean_us"].notna()], "default_mean_us", "mean_us")]
         against += [
-            (label(kernel), _times(theirs[theirs["kernel"] == kernel], "median_us"), "median_us")
+            (label(kernel), theirs[theirs["kernel"] == kernel], "median_us", "median_us")
             for kernel in sorted(set(theirs["kernel"]))
         ]
         words = " ".join(filter(None, (contract_form(base), contract_rest(base))))
-        for whom, other, column in against:
+        for whom, other, their_column, column in against:
             for HV in heads:
-                found = saved(loads, HV, _times(mine, column), other)
+                found = saved(loads, HV, _times(mine, column, HV), _times(other, their_column, HV))
                 if found is not None:
                     yield _row(words, whom, HV, found)
 
@@ -88,11 +87,13 @@ def _of(frame: "pd.DataFrame", base: "Contract") -> "pd.DataFrame":
     return kept
 
 
-def _times(frame: "pd.DataFrame", column: str) -> dict[int, dict[int, float]]:
-    """Times by tokens and work units."""
+def _times(frame: "pd.DataFrame", column: str, HV: int) -> dict[int, dict[int, float]]:
+    """Times by tokens and work units; of several cells of equal work units that with HV heads, else with the most."""
     found: dict[int, dict[int, float]] = {}
-    for tokens, units, us in zip(frame["tokens"], frame["work_units"], frame[column], strict=True):
-        found.setdefault(int(tokens), {})[int(units)] = float(us)
+    ordered = frame.sort_values(["HV", "H"])
+    for rows in (ordered[ordered["HV"] != HV], ordered[ordered["HV"] == HV]):
+        for tokens, units, us in zip(rows["tokens"], rows["work_units"], rows[column], strict=True):
+            found.setdefault(int(tokens), {})[int(units)] = float(us)
     return found
 
 
