@@ -85,7 +85,8 @@ def config_of(path: Path, parts: list[str] | None = None) -> "Config":
     """The config in a file, or the shipped one of a name; only the parts that are named, where some are."""
     from gdntune import config
 
-    if not path.suffix and not path.exists():
+    # a name may have a dot, as qwen3.5-397b-a17b
+    if path.suffix not in (".yaml", ".yml") and not path.exists():
         inside = Path(__file__).parent / "configs"
         folder = inside if inside.exists() else Path(__file__).parent.parent / "configs"
         shipped = {p.stem: p for p in sorted(folder.glob("*.yaml"))}

@@ -46,6 +46,10 @@ def report_(
         list[str] | None,
         typer.Option(help="Others' figures to stand beside ours: published:flashinfer-pr-3127; may be repeated."),
     ] = None,
+    regret: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Show the choices of `gdntune replay --regret` instead of the sweep's table."),
+    ] = None,
 ) -> None:
     """Show what sweeps found: times, share of the DRAM's peak, time over the floor, which variant was chosen.
 
@@ -65,7 +69,7 @@ def report_(
         raise UnsupportedProblem(
             f"--against or --baseline with {form}: it holds measurements as they are; leave them out"
         )
-    made = report(runs, [published(name) for name in dict.fromkeys(against or ())], baseline)
+    made = report(runs, [published(name) for name in dict.fromkeys(against or ())], baseline, regret)
     if form == "kernel-tuner" or form == "flashinfer-bench":
         _export(made, form, out or _beside(runs[0], f"-{form}"))
         return

@@ -160,17 +160,21 @@ class Report:
 
 
 def report(
-    folders: Sequence[str | os.PathLike[str]], publications: Sequence[Published] = (), baseline: str | None = None
+    folders: Sequence[str | os.PathLike[str]],
+    publications: Sequence[Published] = (),
+    baseline: str | None = None,
+    regret: float | None = None,
 ) -> Report:
     """The report of sweeps' folders (or journals), in the order given, beside publications' figures, over a baseline.
 
+    regret: the choices are those of `judge.replay` with it, instead of the folder's table or the sweep's own regret.
     Raises JournalError for one that cannot be read, UnknownName for a baseline that is not in them.
     """
     if not folders:
         raise JournalError("no sweep was named: accepted are one or more folders that `gdntune sweep` wrote")
     read = [(Path(folder), *journal.read(folder)) for folder in folders]
     names = _names([run for _, run, _ in read])
-    sources = [_source(name, *one) for name, one in zip(names, read, strict=True)]
+    sources = [_source(name, *one, regret) for name, one in zip(names, read, strict=True)]
     return Report(sources, publications, baseline)
 
 
@@ -183,20 +187,22 @@ def _names(runs: Sequence[Run]) -> list[str]:
     return [n if long.count(n) == 1 else f"{n} ({long[: i + 1].count(n)})" for i, n in enumerate(long)]
 
 
-def _source(name: str, path: Path, run: Run, records: list[Record]) -> Source:
+def _source(name: str, path: Path, run: Run, records: list[Record], regret: float | None) -> Source:
     digest = journal.digest(run, records)
     notes: list[str] = []
     found: table.Table | None = None
     stored = (path if path.is_dir() else path.parent) / "table.json"
-    if stored.exists():
-        # The sweep's own table: made with the regret that its config allows, which the journal does not hold.
+    if regret is not None:
+        notes.append(f"The choices are those of `gdntune replay --regret {regret:g}`.")
+    elif stored.exists():
+        # The sweep's own table: older journals do not hold the regret that its config allows.
         found = table.load(stored)
         if found.evidence.journal_sha256 != digest:
             notes.append("`table.json` is not of this journal as it stands; the choices here were derived anew")
             found = None
     if found is None:
         try:
-            found = derive.derive(records, run)
+            found = derive.derive(records, run, regret=regret)
         except (JournalError, MeasurementError) as e:
             notes.append(f"no table could be made: {e}")
     cells = (r for r in records if isinstance(r, Cell))

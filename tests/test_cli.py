@@ -145,14 +145,15 @@ def test_config_that_is_not_there(tmp_path, monkeypatch, name):
     assert refused(run("sweep", name), name, "accepted")
 
 
-def test_shipped_configs_go_by_name(monkeypatch):
-    """`gdntune sweep quickstart` is the shipped config, wherever one stands."""
+@pytest.mark.parametrize("name", ["quickstart", "qwen3.5-397b-a17b"])
+def test_shipped_configs_go_by_name(monkeypatch, name):
+    """`gdntune sweep quickstart` is the shipped config, wherever one stands; a name may have a dot."""
     seen = {}
     monkeypatch.setattr(
         search, "sweep", lambda config, folder, **_: seen.update(name=config.name, folder=folder) or 1 / 0
     )
-    assert isinstance(run("sweep", "quickstart", "--device", "cpu").exception, ZeroDivisionError)
-    assert seen == {"name": "quickstart", "folder": Path("results/quickstart")}
+    assert isinstance(run("sweep", name, "--device", "cpu").exception, ZeroDivisionError)
+    assert seen == {"name": name, "folder": Path("results") / name}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import synthetic
 from rich.console import Console
 
-from gdntune import kernels
+from gdntune import judge, kernels
 from gdntune.arch import target
 from gdntune.errors import JournalError, TableError
 from gdntune.journal import Build, Cell, Check, Trial
@@ -435,3 +435,11 @@ def test_csv_dtypes(made):
         assert str(back[name].dtype) == kinds.get(kind, str(made.frame[name].dtype)), name
         assert kind == "float" or back[name].notna().all(), name
     assert "Unnamed: 0" not in back.columns
+
+
+def test_choices_with_another_regret(folder):
+    """`regret` gives the choices of a replay with it, whatever table lies in the folder, and the report says so."""
+    wide = report([folder], regret=0.2)
+    assert wide.sources[0].table.rules == judge.replay(folder, regret=0.2).table.rules
+    assert wide.sources[0].table.rules != report([folder]).sources[0].table.rules
+    assert "The choices are those of `gdntune replay --regret 0.2`." in " ".join(wide.markdown().split())
