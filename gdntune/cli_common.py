@@ -58,6 +58,11 @@ def refusing(function: F) -> F:
         except GdntuneError as e:
             typer.echo(f"gdntune: {e}", err=True)
             raise typer.Exit(WRONG_USE) from None
+        except OSError as e:
+            if e.filename is None:
+                raise  # a closed pipe, say: nothing that the command names
+            typer.echo(f"gdntune: {e.filename}: {e.strerror}; name a place that can be read, or written to", err=True)
+            raise typer.Exit(WRONG_USE) from None
         except KeyboardInterrupt:
             typer.echo("gdntune: interrupted; what was journalled stays, and the same command goes on there", err=True)
             raise typer.Exit(INTERRUPTED) from None

@@ -350,7 +350,7 @@ def explain(
     K: Annotated[int, typer.Option("--K", help="Key head size.")] = 128,
     V: Annotated[int, typer.Option("--V", help="Value head size.")] = 128,
     layout: Annotated[
-        Literal["k_last", "v_last"], typer.Option(help="[slots, HV, V, K] or [slots, HV, K, V].")
+        Literal["k_last", "v_last"], typer.Option(help="States as slots x HV x V x K, or slots x HV x K x V.")
     ] = "k_last",
     state_dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Of the state.")] = "bf16",
     input_dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Of q, k, v and the output.")] = "bf16",

@@ -75,8 +75,8 @@ class Runtime:
         self._bound: dict[tuple[Contract, bool], Bound] = {}
 
     def use(self, path: str | os.PathLike[str]) -> table.Table:
-        """Makes a table the one in use for the ops it has rules for."""
-        loaded = table.load(path)
+        """Makes a table the one in use for the ops it has rules for. UnsupportedProblem for one of another kind of device."""
+        loaded = self._given(path)
         for op in {rule.when.op for rule in loaded.rules}:
             self._sources[op] = self._checked(Source(loaded, Path(path), "given"))
         self._bound.clear()
@@ -94,9 +94,18 @@ class Runtime:
             self._sources[op] = self._checked(found) if found else None
         return self._sources[op]
 
+    def _given(self, path: str | os.PathLike[str]) -> table.Table:
+        loaded = table.load(path)
+        if loaded.device.kind != self.device.kind:
+            raise UnsupportedProblem(
+                f"{path} was measured on {loaded.device.name}, of kind {loaded.device.kind}: accepted on {self.device.name} are "
+                f"tables of kind {self.device.kind}; `gdntune sweep` makes one"
+            )
+        return loaded
+
     def _find(self, op: Op) -> Source | None:
         if given := os.environ.get("GDNTUNE_TABLE"):
-            loaded = table.load(given)
+            loaded = self._given(given)
             if any(rule.when.op == op for rule in loaded.rules):
                 return Source(loaded, Path(given), "GDNTUNE_TABLE")
         own = f"{self.device.slug}/{op}.json"

@@ -10,11 +10,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import synthetic
+import typer
 import typer.main
 import yaml
 from typer.testing import CliRunner
 
-from gdntune import __version__, arch, cupti_records, report, search, table
+from gdntune import __version__, arch, cli_common, cupti_records, report, search, table
 from gdntune.arch import target
 from gdntune.cli import app
 from gdntune.errors import ToolMissing
@@ -526,3 +527,19 @@ def test_no_compiler(tmp_path):
     assert "g++" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (out / "table.json").exists()
+
+
+def test_a_place_that_cannot_be_written(tmp_path, capsys):
+    """Fault: a bundle or page in a place that cannot be written ended in a traceback; a closed pipe is no such place."""
+    (tmp_path / "file").write_text("x")
+    command = cli_common.refusing(lambda path: (path / "page.md").write_text("x"))
+    with pytest.raises(typer.Exit) as ended:
+        command(tmp_path / "file")
+    assert ended.value.exit_code == 2
+    assert str(tmp_path / "file" / "page.md") in (said := capsys.readouterr().err) and "name a place" in said
+
+    def closed():
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        cli_common.refusing(closed)()

@@ -6,7 +6,7 @@ import pytest
 import gdntune
 from gdntune import arch, dispatch, kernels, table
 from gdntune.dispatch import Runtime
-from gdntune.errors import TableError
+from gdntune.errors import TableError, UnsupportedProblem
 from gdntune.problem import Contract, Problem
 from gdntune.table import Interval, Origin, Rule, Table, TableVariant
 
@@ -129,3 +129,14 @@ def test_plan_and_prepare(places):
     bound = gdntune.plan(Problem(CONTRACT, 2, 2, 4), device="cpu")
     assert callable(bound.at(8))
     assert all(f is not None for f in gdntune.prepare(CONTRACT, device="cpu")._functions)
+
+
+def test_a_table_of_another_kind_of_device_is_refused(places, monkeypatch):
+    """Fault: a GPU's table given on a CPU was called stale, and each of its choices was a warning."""
+    path = places / "given.json"
+    table.save(a_table(arch.target("sm_90a"), Contract(), "recurrent"), path)
+    with pytest.raises(UnsupportedProblem, match="of kind cuda: accepted on .* are tables of kind cpu"):
+        Runtime(device()).use(path)
+    monkeypatch.setenv("GDNTUNE_TABLE", str(path))
+    with pytest.raises(UnsupportedProblem, match="of kind cuda"):
+        Runtime(device()).bind(CONTRACT)
