@@ -14,9 +14,9 @@ from gdntune.arch import target
 from gdntune.errors import JournalError, TableError
 from gdntune.journal import Build, Cell, Check, Trial
 from gdntune.problem import Contract, Problem
-from gdntune.render.document import Grid
+from gdntune.render.document import Document, Grid, Section
 from gdntune.render.markdown import markdown
-from gdntune.render.terminal import shade
+from gdntune.render.terminal import print_document, shade
 from gdntune.render.words import geometric_mean, number, ranges
 from gdntune.report import COLUMNS, report
 
@@ -443,3 +443,18 @@ def test_choices_with_another_regret(folder):
     assert wide.sources[0].table.rules == judge.replay(folder, regret=0.2).table.rules
     assert wide.sources[0].table.rules != report([folder]).sources[0].table.rules
     assert "The choices are those of `gdntune replay --regret 0.2`." in " ".join(wide.markdown().split())
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 100])
+def test_nothing_is_cut_in_the_terminal(width):
+    """Fault: at 80 columns numbers were cut to their first digit, and long ids until rows meant nothing. Words go on in the next line."""
+    name = "recurrent.tv64.ilp4.vec8.ln8.th128.early.spread.heads"
+    grid = Grid("", ("variant", "us", "regret %"), ((name, "389.123", "12.34"),), left=1)
+    out = io.StringIO()
+    print_document(Document("d", (Section("s", (grid,)),)), Console(file=out, width=width))
+    lines = out.getvalue().splitlines()
+    assert any("389.123" in line and "12.34" in line for line in lines)
+    folded = "".join(
+        line.split("  ")[0].strip() for line in lines[lines.index(next(x for x in lines if "389.123" in x)) :]
+    )
+    assert folded == name and "..." not in out.getvalue() and "…" not in out.getvalue()

@@ -11,6 +11,10 @@ from gdntune.render.document import Bullets, Code, Document, Grid, Text
 SHADES = ((0.85, "green"), (0.7, "yellow"), (0.5, "dark_orange"), (0.0, "red"))
 
 
+# To so many columns of text a column of words may shrink.
+FOLDED = 16
+
+
 def shade(share: float | None) -> str:
     """The colour of a share of the peak; none where it is unknown."""
     return "" if share is None else next((colour for least, colour in SHADES if share >= least), "")
@@ -34,7 +38,8 @@ def print_document(document: Document, console: Console, *, details: bool = Fals
             else:
                 if block.caption:
                     console.print(Styled(block.caption, "italic"))
-                console.print(_table(block))
+                table, least = _table(block)
+                console.print(table, width=max(least, console.width), crop=False)
                 console.print()
     if any(g.shades for s in document.sections for g in s.blocks if isinstance(g, Grid)):
         console.print()
@@ -45,15 +50,20 @@ def _plain(text: str) -> Styled:
     return Styled(text.replace("`", ""))
 
 
-def _table(grid: Grid) -> Table:
+def _table(grid: Grid) -> tuple[Table, int]:
+    """A grid, and the columns of text that it needs: words go on in the next line where there is no room, numbers are never cut."""
     table = Table(box=None, pad_edge=False)
-    grid = grid.fitted(between=2, edges=0, least=0)
+    widths = [max(map(len, column)) for column in zip(grid.headers, *grid.rows, strict=True)]
+    least = [min(w, FOLDED) if i < grid.left else w for i, w in enumerate(widths)]
     for i, header in enumerate(grid.headers):
-        table.add_column(Styled(header), justify="left" if i < grid.left else "right", no_wrap=True)
+        if i < grid.left:
+            table.add_column(Styled(header), overflow="fold", min_width=least[i])
+        else:
+            table.add_column(Styled(header), justify="right", no_wrap=True, min_width=least[i])
     for i, row in enumerate(grid.rows):
         shades = grid.shades[i] if grid.shades else (None,) * len(row)
         table.add_row(*(Styled(cell.replace("`", ""), shade(s)) for cell, s in zip(row, shades, strict=True)))
-    return table
+    return table, sum(least) + 2 * (len(least) - 1)
 
 
 def _legend() -> Styled:
