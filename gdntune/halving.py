@@ -194,8 +194,8 @@ def cost_document(found: Cost, source: str) -> Document:
     )
     b = found.behind
     against = (
-        f"Its winner is {100 * b.mean:.2f}% slower than that of all samples in the mean of {b.cells} cells, {100 * b.max:.2f}% at most; "
-        f"by more than the larger of 1% and 32 ns at {b.beyond_tie}."
+        f"Its winner's time is that of all samples' winner {100 * b.mean:+.2f}% in the mean of {b.cells} cells, {100 * b.max:+.2f}% at "
+        f"most; it is slower by more than the larger of 1% and 32 ns at {b.beyond_tie}."
     )
     grid = Grid("", ("choices", "cells", "by screen", "mean", "max", "beyond tie"), rows)
     return Document(source, (Section("Summary", (Text(text), grid, Text(against))),))

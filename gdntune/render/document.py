@@ -37,14 +37,11 @@ class Grid(NamedTuple):
     left: int = 1
     subjects: tuple[tuple[str, str], ...] = ()
 
-    def fitted(self, width: int = WIDTH, between: int = 3, edges: int = 4, least: int = 3) -> "Grid":
-        """This grid with its longest cells cut until its lines, with what stands between cells and at the edges, fit `width`.
-
-        least: what a column takes at least, however short its cells are.
-        """
+    def fitted(self, width: int = WIDTH) -> "Grid":
+        """This grid with its longest cells cut until its lines in Markdown, with ` | ` between cells and `| ` at the edges, fit `width`."""
         columns = list(zip(self.headers, *self.rows, strict=True))
-        widths = [max(least, *map(len, column)) for column in columns]
-        while sum(widths) + between * (len(widths) - 1) + edges > width and max(widths) > 8:
+        widths = [max(3, *map(len, column)) for column in columns]
+        while sum(widths) + 3 * (len(widths) - 1) + 4 > width and max(widths) > 8:
             widths[widths.index(max(widths))] -= 1
 
         def cut(row: tuple[str, ...]) -> tuple[str, ...]:
