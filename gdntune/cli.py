@@ -72,6 +72,10 @@ def sweep(
     executor: Annotated[
         Literal["local", "ray"], typer.Option(help="Where cells are timed; ray: on all free devices of a Ray cluster.")
     ] = "local",
+    table: Annotated[
+        list[Path] | None,
+        typer.Option(help="Time this table's choices to the end too, for `gdntune judge`; may be repeated."),
+    ] = None,
     jobs: Jobs = None,
     timer: Timer = None,
     l2: L2 = None,
@@ -88,8 +92,10 @@ def sweep(
     from gdntune import arch, search
     from gdntune.progress import progress
     from gdntune.store import Store
+    from gdntune.table import load
 
     wanted = config_of(config, part)
+    judged = [load(path) for path in table or ()]
     shared = indices(devices, executor)
     found = arch.detect(device or wanted.device, shared[0] if shared else index)
     folder = out or Path("results") / wanted.name
@@ -106,6 +112,7 @@ def sweep(
         policy=msgspec.structs.replace(wanted.policy, **changes),
         progress=progress(),
         command=shlex.join(["gdntune", *sys.argv[1:]]),
+        judged=judged,
     )
     made, files, note = _written(folder)
     outcome.notes.extend(note)

@@ -36,7 +36,8 @@ def derive(
     """The table of a sweep's records. With the header's own settings it is the sweep's.
 
     A variant may be chosen at a cell where its contract has a passed check and no failed one, it never crashed or hung at this
-    contract, it has final samples at the cell, and their mean is within the larger of `regret` and 32 ns of the best such mean.
+    contract, it has final samples at the cell, and their mean is within the larger of `regret` and the clock's step of the best such
+    mean; the step is 32 ns at a regret of 1%, and less in proportion below it, since means resolve more.
     Of all such choices the one with the fewest intervals is taken, then the fewest variants, then the least regret, then the
     simplest variants (those that the cells' trials name first). Between two cells that differ lies the boundary of `_last_unit`.
     Cells of `held_out`, and those that the journal marks as such, have no part in that; what the table loses there is in its evidence.
@@ -321,9 +322,12 @@ def _ranks(cells: Iterable[Timed]) -> dict[str, int]:
 
 
 def _acceptable(cell: Timed, regret: float) -> dict[str, float]:
-    """The regret of each variant that is as good as the cell's best: `timing.tie` where regret is TIE_SHARE."""
+    """The regret of each variant that is as good as the cell's best: `timing.tie` where regret is TIE_SHARE.
+
+    Means of hundreds of samples resolve far less than the clock's step, so a smaller regret takes as much less of it.
+    """
     best = cell.best_us
-    limit = best + max(regret * best, CUPTI_STEP_US) + 1e-6
+    limit = best + max(regret * best, CUPTI_STEP_US * min(1.0, regret / TIE_SHARE)) + 1e-6
     return {name: cell.regret(name) for name, final in cell.finals.items() if final.stats.mean_us <= limit}
 
 

@@ -18,7 +18,7 @@ from gdntune.arch import Device, cpu_threads, software
 from gdntune.build import SPILL_LIMIT_BYTES, Built, compile_objects
 from gdntune.config import Config
 from gdntune.derive import derive
-from gdntune.errors import JournalError, MeasurementError, UnsupportedProblem
+from gdntune.errors import JournalError, MeasurementError, UnsupportedProblem, listed
 from gdntune.executors import Crashed, Worker
 from gdntune.journal import FILE, Build, Cell, Check, Journal, Record, Run, Trial, now
 from gdntune.kernels.spec import Variant
@@ -30,7 +30,8 @@ from gdntune.timing import Policy
 
 Executor = Literal["local", "ray"]
 Purpose = Literal["bisection", "held-out"] | msgspec.UnsetType
-Choices = Callable[[Problem], str | None]
+# The ids of the variants that are timed to the end at a problem, whatever their first samples say.
+Choices = Callable[[Problem], frozenset[str]]
 
 
 class Progress:
@@ -86,28 +87,32 @@ def sweep(
     policy: Policy | None = None,
     progress: Progress | None = None,
     command: str = "",
+    judged: Sequence[Table] = (),
 ) -> Outcome:
     """Runs a config on a device: writes folder/journal.jsonl and folder/table.json, or goes on where the journal ends.
 
     devices: CUDA devices of this host, by torch's numbering, that share the cells, instead of `index` alone; on a CPU a process
     for each number. executor: where the workers are; `ray` has one for each device of the Ray cluster at hand. policy: instead of
-    the config's. Raises GdntuneError for a journal of another sweep, a folder in use, devices that differ, a tool that is missing.
+    the config's. judged: tables whose choices are timed to the end at the config's cells, so that `judge` compares final samples; what
+    of them the config does not time is in the notes. Raises GdntuneError for a journal of another sweep, a folder in use, devices
+    that differ, a tool that is missing.
     """
     return _Sweep(
         config, Path(folder), device, tuple(devices) or (index,), executor, store, jobs, policy or config.policy,
-        progress or Progress(), command,
+        progress or Progress(), command, tuple(judged),
     ).run()  # fmt: skip
 
 
 class _Sweep:
     def __init__(
         self, config: Config, folder: Path, device: Device, devices: tuple[int, ...], executor: Executor, store: Store,
-        jobs: int | None, policy: Policy, progress: Progress, command: str,
+        jobs: int | None, policy: Policy, progress: Progress, command: str, judged: tuple[Table, ...],
     ):  # fmt: skip
         self.config, self.folder, self.device, self.devices, self.executor = config, folder, device, devices, executor
         self.store, self.jobs, self.policy, self.progress, self.command = (
             store, jobs or cpu_threads(), policy, progress, command,
         )  # fmt: skip
+        self.judged = judged
         self.plan = plan(config, device)
         self.notes: list[str] = []
         self.built: dict[str, Built] = {}
@@ -267,25 +272,34 @@ class _Sweep:
 
     def _time_all(self, journal: Journal) -> None:
         """The config's cells, then those between two that choose otherwise, then those that the table is judged at."""
-        self._time(journal, "time", self.config.problems(), msgspec.UNSET)
+        self._note_untimed()
+        self._time(journal, "time", self.config.problems(), msgspec.UNSET, chosen_by(self.judged))
         while more := cells.crossovers(self.config, journal.records, journal.run):
-            self._time(journal, "bisect", more, "bisection")
+            self._time(journal, "bisect", more, "bisection", _nothing)
         if aside := cells.held_out(self.config, journal.records):
             self._time(journal, "held out", aside, "held-out", self._choices(journal))
+
+    def _note_untimed(self) -> None:
+        """Notes what the judged tables choose that is no variant of this config."""
+        chosen = chosen_by(self.judged)
+        missing = {
+            (p.contract, name)
+            for p in self.config.problems()
+            for name in chosen(p) - {v.id for v in self._with_defaults(p.contract)}
+        }
+        if missing:
+            self.notes.append(
+                f"{len(missing)} choices of the judged tables are not timed, since they are no sound variants of this config: "
+                + listed(sorted({name for _, name in missing}))
+            )
 
     def _choices(self, journal: Journal) -> Choices:
         """What the table chooses that the journal's cells give so far."""
         try:
             table = derive(journal.records, journal.run, regret=self.config.search.regret)
         except JournalError:
-            return lambda _: None
-        rules = {rule.when: rule for rule in table.rules}
-
-        def of(problem: Problem) -> str | None:
-            rule = rules.get(problem.contract)
-            return rule.at(problem.work_units).variant if rule else None
-
-        return of
+            return _nothing
+        return chosen_by([table])
 
     def _time(
         self,
@@ -293,9 +307,9 @@ class _Sweep:
         label: str,
         problems: Sequence[Problem],
         purpose: Purpose,
-        judged: Choices = lambda _: None,
+        judged: Choices,
     ) -> None:
-        """Times cells. judged: the variant's id that is timed to the end at each, beside the default rule's and the leaders."""
+        """Times cells. judged: what is timed to the end at each, beside the default rule's choice and the leaders."""
         done = {r.problem for r in journal.records if isinstance(r, Cell)}
         todo = [p for p in problems if p not in done]
         if len(self.workers) > 1:
@@ -313,16 +327,13 @@ class _Sweep:
             self.progress.step()
         self.progress.end()
 
-    def _job(self, problem: Problem, purpose: Purpose, judged: str | None) -> Callable[[Worker], list[Record]]:
-        """What times a cell with all variants that are usable, the default rule's choice first, then the judged one."""
+    def _job(self, problem: Problem, purpose: Purpose, judged: frozenset[str]) -> Callable[[Worker], list[Record]]:
+        """What times a cell with all variants that are usable, the default rule's choice first."""
         contract = problem.contract
         default = kernels.default(contract, problem.work_units, self.device)
         variants = [v for v in self.usable[contract] if v.id != default.id]
-        variants.sort(key=lambda v: v.id != judged)
-        sure = sum(v.id == judged for v in variants)
         if (contract, default.id) in self.checked:
             variants.insert(0, default)
-            sure += 1
         asked = trials.Plan(
             problem,
             variants,
@@ -331,7 +342,7 @@ class _Sweep:
             default.id if default in variants else msgspec.UNSET,
             purpose,
             len(self.workers) > 1,
-            sure,
+            judged | {default.id},
         )
         if variants:
             return partial(trials.time, plan=asked)
@@ -348,6 +359,21 @@ class _Sweep:
             return Outcome(None, journal.run, journal.records, self.notes)
         save(table, self.folder / "table.json")
         return Outcome(table, journal.run, journal.records, self.notes)
+
+
+def _nothing(problem: Problem) -> frozenset[str]:
+    return frozenset()
+
+
+def chosen_by(tables: Iterable[Table]) -> Choices:
+    """What tables choose for a problem, by variants' ids; nothing where none has a rule for its contract."""
+    every = [{rule.when: rule for rule in table.rules} for table in tables]
+
+    def of(problem: Problem) -> frozenset[str]:
+        found = (rules.get(problem.contract) for rules in every)
+        return frozenset(rule.at(problem.work_units).variant for rule in found if rule)
+
+    return of
 
 
 def _parts(variants: Sequence[Variant], n: int) -> Iterator[Sequence[Variant]]:

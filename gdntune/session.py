@@ -6,7 +6,7 @@ The process may be killed at any time by its parent (an illegal access, a hang);
 import dataclasses
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -209,12 +209,17 @@ class Session:
         return min(TURNS, max(2, 1 << (least - 1).bit_length()))
 
     def time_cell(
-        self, problem: Problem, decode: Sequence[Variant], floor: Sequence[Variant], search: Search, sure: int = 1
+        self,
+        problem: Problem,
+        decode: Sequence[Variant],
+        floor: Sequence[Variant],
+        search: Search,
+        sure: Collection[str] = (),
     ) -> CellResult:
         """Times a cell: all variants in quick mirrored rounds, the better third again, then the leaders on fresh samples.
 
-        sure: so many of `decode`, from the first on, are always among the leaders: the default rule's choice, which a tuned one must
-        beat, and at a held-out cell the table's, which is judged there.
+        sure: ids of `decode` that are always among the leaders: the default rule's choice, which a tuned one must beat, and those
+        that are judged here, such as the table's at a held-out cell.
         """
         start = time.perf_counter()
         before = clocks(self.index if self.device.kind == "cuda" else None)
@@ -236,7 +241,7 @@ class Session:
             for i, samples in zip(kept, self.timer.measure([everything[i] for i in kept], more, warmup=0), strict=True):
                 screen[i] += samples
         leaders = _best(screen, range(n), search.keep, at_least=search.screen_rounds)
-        leaders += [i for i in range(min(sure, n)) if i not in leaders]
+        leaders += [i for i in range(n) if decode[i].id in sure and i not in leaders]
         leaders += _best(screen, range(n, len(everything)), FLOOR_LEADERS, at_least=search.screen_rounds)
         rounds, stop = self._rounds(screen, leaders, search, time.perf_counter() - start)
         del everything
@@ -410,7 +415,12 @@ def check_task(
 
 
 def time_task(
-    start: Start, problem: Problem, decode: list[Variant], floor: list[Variant], search: Search, sure: int = 1
+    start: Start,
+    problem: Problem,
+    decode: list[Variant],
+    floor: list[Variant],
+    search: Search,
+    sure: Collection[str] = (),
 ) -> CellResult:
     """Times one cell, see `Session.time_cell`."""
     try:

@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     """A cell to time. default: the default rule's choice, the first of `variants`, or unset where it is not among them.
 
     purpose: why it is timed where it is no cell of the config. named: whether the journal says which device timed it.
-    sure: so many of `variants`, from the first on, are timed to the end whatever their first samples say.
+    sure: ids of `variants` that are timed to the end whatever their first samples say.
     """
 
     problem: Problem
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
     default: str | msgspec.UnsetType = msgspec.UNSET
     purpose: Literal["bisection", "held-out"] | msgspec.UnsetType = msgspec.UNSET
     named: bool = False
-    sure: int = 1
+    sure: frozenset[str] = frozenset()
 
     def cell(self, worker: Worker, status: Literal["ok", "failed"], **fields: Any) -> Cell:
         """The record that closes the cell."""
@@ -128,8 +128,7 @@ def _culprits(worker: Worker, plan: Plan, whole: Crashed, limit: float, retries:
     if not rest:
         return [*trials, plan.cell(worker, "failed", reason=whole.reason)]
     default = plan.default if plan.default not in bad else msgspec.UNSET
-    sure = sum(v.id not in bad for v in plan.variants[: plan.sure])
-    return trials + time(worker, plan._replace(variants=rest, default=default, sure=sure))
+    return trials + time(worker, plan._replace(variants=rest, default=default))
 
 
 def broken(records: Sequence[Record]) -> set[str]:

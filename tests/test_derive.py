@@ -458,3 +458,10 @@ def test_choose_stays_quick_where_nothing_agrees():
         if not standing:
             greedy, standing = greedy + 1, set(names_here)
     assert math.isclose(cost(cells, dict.fromkeys(names, 0), [None] * 40, picked)[0], greedy)
+
+
+def test_a_smaller_regret_takes_less_of_the_clocks_step():
+    """Fault: two sweeps' means differed by half a step, and a choice a step behind in one was one and a half behind in the other."""
+    records = [*checks("ab"), *cell(8, a=2.0 + 0.030, b=2.0), *cell(16, a=3.0, b=3.5)]
+    chosen = {r: [i.variant for i in derive(records, RUN, regret=r).rules[0].intervals] for r in (0.01, 0.005, 0.0)}
+    assert chosen == {0.01: ["a"], 0.005: ["b", "a"], 0.0: ["b", "a"]}

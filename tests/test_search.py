@@ -203,7 +203,7 @@ def test_kernels_are_data(store):
             assert dataclasses.is_dataclass(kernel.knobs)
 
 
-def lost_records(start, problem, decode, floor, effort, sure=1):
+def lost_records(start, problem, decode, floor, effort, sure=()):
     """A timer that lost its records at one cell; runs in the timing process."""
     from gdntune.errors import MeasurementError
 

@@ -42,7 +42,7 @@ def sweep(folder, store, text=CONFIG, **options):
     return search.sweep(config.parse(text), folder, device=arch.detect("cpu"), store=store, **options)
 
 
-def made_up(start, problem, decode, floor, effort, sure=1):
+def made_up(start, problem, decode, floor, effort, sure=()):
     """`session.time_task` with times from a formula: one variant is the fastest below 37 work units, another above."""
     got = honest_time_task(start, problem, decode, floor, effort, sure)
 
@@ -102,14 +102,13 @@ def test_a_sweep_adds_cells_and_replays(added, tmp_path):
     assert (outcome.run.regret, outcome.run.keeps_default) == (0.01, True)
 
 
-def stingy(start, problem, decode, floor, effort, sure=1):
+def stingy(start, problem, decode, floor, effort, sure=()):
     """`made_up`, where at held-out cells only what must be is timed to the end."""
     got = made_up(start, problem, decode, floor, effort, sure)
-    if sure == 1:
+    if len(sure) < 2:
         return got
-    firm = {v.id for v in decode[:sure]}
     return got._replace(
-        timed=[t if t.role == "floor" or t.variant.id in firm else t._replace(final_us=[]) for t in got.timed]
+        timed=[t if t.role == "floor" or t.variant.id in sure else t._replace(final_us=[]) for t in got.timed]
     )
 
 
@@ -196,7 +195,7 @@ def test_two_processes_share_a_sweep(store, tmp_path):
     assert [r.timed_on for r in again.records if isinstance(r, Cell)].count(msgspec.UNSET) == 1
 
 
-def fragile(start, problem, decode, floor, effort, sure=1):
+def fragile(start, problem, decode, floor, effort, sure=()):
     """`session.time_task` that ends its process at one cell where one variant is called; runs in the timing process."""
     if problem.B == 8 and any("tv16.ilp2.vec8" in v.id for v in decode):
         os.abort()
@@ -360,3 +359,44 @@ def test_the_command_line_on_such_sweeps(added):
     ):
         refused = run("sweep", "quickstart", "--out", folder, *args)
         assert refused.exit_code == 2 and message in refused.stderr
+
+
+def bare(start, problem, decode, floor, effort, sure=()):
+    """`made_up`, where nothing but what must be is timed to the end."""
+    got = made_up(start, problem, decode, floor, effort, sure)
+    return got._replace(timed=[t if t.variant.id in sure else t._replace(final_us=[]) for t in got.timed])
+
+
+def test_a_judged_tables_choices_are_timed_to_the_end(monkeypatch, added, store, tmp_path):
+    """A sweep told of a table has final samples of its choices, with the variants in no other order; what it cannot time it says."""
+    monkeypatch.setattr(session, "time_task", bare)
+    other = added[1].table
+    rules = {rule.when: rule for rule in other.rules}
+    told = sweep(tmp_path / "told", store, judged=[other])
+    untold = sweep(tmp_path / "untold", store)
+
+    def trials(outcome, problem):
+        return [r for r in outcome.records if isinstance(r, Trial) and r.problem == problem and r.role == "decode"]
+
+    more = 0
+    for problem in config.parse(CONFIG).problems():
+        choice = rules[problem.contract].at(problem.work_units).variant
+        finals = [{r.variant.id for r in trials(o, problem) if r.stage == "final"} for o in (told, untold)]
+        assert finals[0] == finals[1] | {choice}
+        more += choice not in finals[1]
+        names = [list(dict.fromkeys(r.variant.id for r in trials(o, problem))) for o in (told, untold)]
+        assert names[0] == names[1]
+    assert more
+    assert not any("judged tables" in note for note in told.notes)
+    gone = msgspec.structs.replace(
+        other,
+        variants={f"{name}.x": v for name, v in other.variants.items()},
+        rules=tuple(
+            msgspec.structs.replace(
+                rule, intervals=tuple(msgspec.structs.replace(i, variant=f"{i.variant}.x") for i in rule.intervals)
+            )
+            for rule in other.rules
+        ),
+    )
+    said = sweep(tmp_path / "gone", store, judged=[gone]).notes
+    assert any("of the judged tables are not timed" in note and ".x" in note for note in said)

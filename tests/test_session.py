@@ -42,7 +42,7 @@ def a_session(store, l2="warm"):
 def test_a_cell_keeps_its_leaders_and_its_default(variants):
     """All variants are screened, the leaders and decode[0], the default's choice, are timed to the end, floors beside them."""
     store, decode, floor = variants
-    result = a_session(store).time_cell(PROBLEM, decode, floor, SEARCH)
+    result = a_session(store).time_cell(PROBLEM, decode, floor, SEARCH, {decode[0].id})
     finals = [t for t in result.timed if t.final_us]
     assert all(len(t.screen_us) >= 3 for t in result.timed)
     assert {len(t.final_us) for t in finals} == {12}
@@ -53,12 +53,13 @@ def test_a_cell_keeps_its_leaders_and_its_default(variants):
 
 
 def test_what_is_judged_is_timed_to_the_end(variants):
-    """The first `sure` variants have final samples, however slow they look."""
+    """The variants of `sure` have final samples, however slow they look."""
     store, decode, floor = variants
     one = msgspec.structs.replace(SEARCH, keep=1)
-    result = a_session(store).time_cell(PROBLEM, decode, floor, one, sure=3)
+    sure = {v.id for v in decode[-3:]}
+    result = a_session(store).time_cell(PROBLEM, decode, floor, one, sure)
     finals = {t.variant.id for t in result.timed if t.final_us and t.role == "decode"}
-    assert {v.id for v in decode[:3]} <= finals
+    assert sure <= finals
 
 
 def test_all_are_timed_to_the_end_where_as_many_are_kept(tmp_path):
@@ -213,7 +214,7 @@ def test_a_cell_in_a_chain(variants, monkeypatch):
     monkeypatch.setattr(session, "LEAST_KEPT", 2)
     store, decode, floor = variants
     mine = a_session(store, "chain")
-    result = mine.time_cell(PROBLEM, decode, floor, SEARCH)
+    result = mine.time_cell(PROBLEM, decode, floor, SEARCH, {decode[0].id})
     finals = {t.variant.id: t.final_us for t in result.timed if t.final_us}
     assert decode[0].id in finals and {v.id for v in floor} <= finals.keys()
     assert {len(us) for us in finals.values()} == {12}
