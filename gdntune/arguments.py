@@ -1,15 +1,19 @@
 """What is wrong with a call's arguments, in words: used after a compiled function refused them, and by GDNTUNE_CHECK=1.
 
-The hot path looks at nothing here. A compiled call checks dtypes, ranks, tied sizes, strides and alignment by itself; this module says
-which public argument that was, what was given and what is accepted.
+The hot path looks at nothing here but a call's numbers, once for a set of them. A compiled call checks dtypes, ranks, tied sizes,
+strides and alignment by itself; this module says which public argument that was, what was given and what is accepted.
 """
 
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Hashable, Iterator
+from numbers import Integral, Real
+from typing import Any, get_args
 
-from gdntune.errors import GdntuneError, UnsupportedProblem
+import torch
+
+from gdntune.errors import GdntuneError, UnsupportedProblem, listed, shown
 from gdntune.kernels.spec import DECODE_ARGUMENTS
-from gdntune.problem import Contract
+from gdntune.problem import MAX_TOKENS, Contract, Layout
 
 # The public name of each argument of the calling convention.
 PUBLIC = {
@@ -19,6 +23,102 @@ PUBLIC = {
     "accepted": "num_accepted_tokens",
     "intermediate": "intermediate_states_buffer",
 }
+
+TENSORS = (
+    "A_log a dt_bias b g beta initial_state_indices output_state_indices intermediate_states_buffer intermediate_state_indices "
+    "ssm_state_indices num_accepted_tokens cu_seqlens output"
+).split()
+STATIC = ("state_layout", "batch_invariant", "disable_state_update", "max_tokens")
+NUMBERS = "scale softplus_beta softplus_threshold null_index use_qk_l2norm allow_neg_eigval lower_bound".split()
+FP32_MAX, FP32_TINY = (float(x) for x in (torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny))
+
+
+def tensor_fault(name: str, x: Any) -> str | None:
+    """Why an argument is no tensor that a kernel can read, whatever its shape and dtype; None where it is."""
+    if not isinstance(x, torch.Tensor):
+        return f"{name} is of type {type(x).__name__}: accepted is a torch.Tensor"
+    if x.is_nested or x.layout is not torch.strided:
+        return (
+            f"{name} is a {'nested' if x.is_nested else x.layout} tensor: accepted are dense ones (torch.strided); ragged batches are "
+            "packed rows with cu_seqlens"
+        )
+    return None
+
+
+def rank_fault(q: Any, v: Any, state: Any) -> str | None:
+    """What is wrong with the number of dimensions of the tensors that sizes are read off."""
+    if q.dim() != 4 or v.dim() != 4:
+        return f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: accepted are q [B, T, H, K] and v [B, T, HV, V]"
+    if state.dim() != 4:
+        return f"initial_state has shape {tuple(state.shape)}: accepted are [slots, HV, V, K] (k_last) and [slots, HV, K, V] (v_last)"
+    return None
+
+
+def explain(error: Exception, called: dict[str, Any], needed: str) -> None:
+    """Raises the UnsupportedProblem that stands behind an error from within a public function; returns where its arguments are right.
+
+    called: what it was called with, by name, and what else; needed: the tensors that it cannot be without.
+    """
+    if isinstance(error, GdntuneError):
+        return
+    tensors = {name: x for name, x in called.items() if name in needed.split() or (name in TENSORS and x is not None)}
+    faults = [fault for name, x in tensors.items() if (fault := tensor_fault(name, x))]
+    if (
+        not faults
+        and "q" in needed.split()
+        and (fault := rank_fault(called["q"], called["v"], called["initial_state"]))
+    ):
+        faults = [fault]
+    if faults:
+        raise UnsupportedProblem("; ".join(faults)) from error
+    check_static(**{name: called[name] for name in STATIC if name in called})
+    check_numbers(**{name: called[name] for name in NUMBERS if name in called})
+
+
+def check_static(
+    state_layout: Any, batch_invariant: Any, disable_state_update: Any = False, max_tokens: Any = None
+) -> None:
+    """UnsupportedProblem for what decides the compiled object and is no tensor."""
+    if not isinstance(state_layout, str) or state_layout not in get_args(Layout):
+        raise UnsupportedProblem(f"{shown('state_layout', state_layout)}: accepted are {listed(get_args(Layout))}")
+    if max_tokens is not None and not (isinstance(max_tokens, Integral) and 1 <= int(max_tokens) <= MAX_TOKENS):
+        raise UnsupportedProblem(
+            f"{shown('max_tokens', max_tokens)}: accepted are 1 to {MAX_TOKENS}; split longer requests into several calls"
+        )
+    _check_flags(batch_invariant=batch_invariant, disable_state_update=disable_state_update)
+
+
+def check_numbers(
+    scale: Any, softplus_beta: Any, softplus_threshold: Any, null_index: Any, use_qk_l2norm: Any, allow_neg_eigval: Any,
+    lower_bound: Any = None,
+) -> None:  # fmt: skip
+    """UnsupportedProblem for a number that fp32 does not hold, or with which a gate is NaN or grows, and for a flag that is none."""
+    # tensors are no numbers: to read one would synchronise
+    for name, x, least, most, accepted in (
+        ("scale", 1.0 if scale is None else scale, -FP32_MAX, FP32_MAX, "a finite number, or None for K**-0.5"),
+        ("softplus_beta", softplus_beta, FP32_TINY, FP32_MAX, "a finite number above 0"),
+        ("softplus_threshold", softplus_threshold, 0.0, FP32_MAX, "a finite number from 0"),
+        ("lower_bound", 0.0 if lower_bound is None else lower_bound, -FP32_MAX, 0.0, "a finite number of at most 0"),
+    ):
+        if not isinstance(x, Real) or not least <= _float(x) <= most:
+            raise UnsupportedProblem(f"{shown(name, x)}: accepted is {accepted}, within fp32's range")
+    if not isinstance(null_index, Integral) or not -(2**31) <= int(null_index) < 2**31:
+        raise UnsupportedProblem(f"{shown('null_index', null_index)}: accepted is an int within int32's range")
+    _check_flags(use_qk_l2norm=use_qk_l2norm, allow_neg_eigval=allow_neg_eigval)
+
+
+def _float(x: Real) -> float:
+    try:
+        return float(x)
+    except OverflowError:
+        return math.inf
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, x in flags.items():
+        # 1 and numpy's True are flags too: a key of a dictionary, by which calls are found again, cannot tell them from True
+        if isinstance(x, torch.Tensor) or not isinstance(x, Hashable) or x not in (True, False):
+            raise UnsupportedProblem(f"{shown(name, x)}: accepted are True and False")
 
 
 def public_name(name: str, contract: Contract) -> str:
@@ -74,6 +174,9 @@ def faults(contract: Contract, values: tuple[Any, ...]) -> Iterator[str]:
         public, x = public_name(name, contract), arguments[name]
         if x is None:
             yield f"{public} is None: accepted is a tensor {_shape(shape)}"
+            continue
+        if fault := tensor_fault(public, x):
+            yield fault
             continue
         given = f"{public} has shape {tuple(x.shape)}, strides {tuple(x.stride())}, dtype {x.dtype} on {x.device}"
         if x.device != device:
@@ -184,7 +287,25 @@ def _slot_conflicts(
             )
 
 
+def _expanded(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
+    """Tensors that are written and whose rows are one row of memory: what they hold in the end is chance."""
+    written = (
+        ("state", "intermediate", "output")
+        if c.mode == "update" or c.intermediate == "slots"
+        else ("intermediate", "output")
+    )
+    for name in written:
+        x = arguments[name]
+        for d in range(0 if x is None else x.dim()):
+            if x.shape[d] > 1 and x.stride(d) == 0:
+                yield (
+                    f"{public_name(name, c)} has stride 0 at dimension {d}, of size {x.shape[d]}: it is written, so accepted are tensors "
+                    "with memory for each row; call .clone() where .expand() made it"
+                )
+
+
 def _value_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
+    yield from _expanded(c, arguments)
     slots, null = arguments["state"].shape[0], arguments["null_index"]
 
     def lists(name: str) -> list[Any]:

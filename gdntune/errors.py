@@ -1,6 +1,7 @@
 """The family of exceptions. Each has a builtin parent, so callers can catch either."""
 
 from collections.abc import Iterable
+from numbers import Real
 
 
 class GdntuneError(Exception):
@@ -50,3 +51,10 @@ class Locked(GdntuneError, RuntimeError):
 def listed(names: Iterable[object]) -> str:
     """`a, b, c`: how a message lists what is accepted."""
     return ", ".join(str(n) for n in names)
+
+
+def shown(name: str, x: object) -> str:
+    """How a message says what an argument is: by its value where that is short, else by its type. Never by what a device holds."""
+    if x is None or isinstance(x, str | Real):
+        return f"{name}={x!r}"
+    return f"{name} is of type {type(x).__name__}"

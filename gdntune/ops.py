@@ -6,26 +6,31 @@ the pool's size, strides, scale and thresholds are run-time values of one compil
 
 import os
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any
 
-from gdntune.dispatch import Bound, runtime
-from gdntune.errors import UnsupportedProblem, listed
-from gdntune.problem import MAX_TOKENS, Contract, Layout, Op, Problem, check_contract, problem_fault
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from gdntune.arguments import (
+    check_numbers,
+    check_static,
+    check_values,
+    check_width,
+    explain,
+    rank_fault,
+    refusal,
+    tensor_fault,
+)
+from gdntune.dispatch import Bound, Runtime, runtime
+from gdntune.errors import UnsupportedProblem, listed, shown
+from gdntune.problem import MAX_TOKENS, Contract, Op, Problem, check_contract, problem_fault
 
 # CUDA's limit of a grid's third dimension; the same on the CPU, so that a program that runs there runs on a GPU.
 MAX_REQUESTS = 65535
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# What wrong arguments raise where they are used: they are looked at when that has happened, which costs right calls nothing.
+_INSIDE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 _BOUND: dict[tuple[Any, ...], Bound] = {}
-
-
-@lru_cache(maxsize=1)
-def _dtype_names() -> "dict[torch.dtype, str]":
-    import torch
-
-    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @lru_cache(maxsize=1)
@@ -33,45 +38,39 @@ def _checking() -> bool:
     return os.environ.get("GDNTUNE_CHECK", "") not in ("", "0")
 
 
-def _index(x: "Tensor | None", name: str) -> "Tensor | None":
+def _index(x: Tensor | None, name: str) -> Tensor | None:
     """An index tensor as int32 without a copy: int64 by its low words, so values stay below 2^31."""
     if x is None:
         return None
-    import torch
-
-    dtype = getattr(x, "dtype", None)
-    if dtype == torch.int32:
+    dtype = x.dtype
+    if dtype is torch.int32:
         return x
-    if dtype == torch.int64:
+    if dtype is torch.int64:
         return x.unsqueeze(-1).view(torch.int32)[..., 0]
-    if not isinstance(x, torch.Tensor):
-        raise _not_a_tensor(**{name: x})
+    if not isinstance(x, Tensor):
+        raise TypeError(name)  # `explain` says the rest
     raise UnsupportedProblem(f"{name} has dtype {x.dtype}: accepted are torch.int32 and torch.int64")
 
 
-def _parameter(x: "Tensor | None") -> "Tensor | None":
-    return x.detach() if x is not None and x.requires_grad else x
-
-
 def gated_delta_rule_decode(
-    q: "Tensor",
-    k: "Tensor",
-    v: "Tensor",
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
-    initial_state: "Tensor",
-    A_log: "Tensor | None" = None,
-    a: "Tensor | None" = None,
-    dt_bias: "Tensor | None" = None,
-    b: "Tensor | None" = None,
-    g: "Tensor | None" = None,
-    beta: "Tensor | None" = None,
-    initial_state_indices: "Tensor | None" = None,
-    output_state_indices: "Tensor | None" = None,
-    intermediate_states_buffer: "Tensor | None" = None,
-    intermediate_state_indices: "Tensor | None" = None,
-    ssm_state_indices: "Tensor | None" = None,
-    num_accepted_tokens: "Tensor | None" = None,
-    cu_seqlens: "Tensor | None" = None,
+    initial_state: Tensor,
+    A_log: Tensor | None = None,
+    a: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    b: Tensor | None = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    output_state_indices: Tensor | None = None,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     max_tokens: int | None = None,
     disable_state_update: bool = False,
     state_layout: str = "k_last",
@@ -82,8 +81,8 @@ def gated_delta_rule_decode(
     softplus_threshold: float = 20.0,
     null_index: int = -1,
     batch_invariant: bool = False,
-    output: "Tensor | None" = None,
-) -> "Tensor":
+    output: Tensor | None = None,
+) -> Tensor:
     """Gated DeltaNet decode of T tokens for each of B requests; updates the state in place and returns the output [B, T, HV, V].
 
     Static, so part of a compiled object: every dtype, T (1; 2 to 8; 9 to 16), K, V, state_layout, which optional tensors are given,
@@ -107,11 +106,13 @@ def gated_delta_rule_decode(
     cu_seqlens: [B+1]: ragged batches; q, k, v, gates and output are packed rows [1, total, ...], lengths 0 to max_tokens (at most 16, the
         default); rows beyond cu_seqlens[-1] are untouched. A longer length is cut where the compiled object ends (max_tokens on the
         CPU, 8 or 16 on CUDA), so that nothing outside the tensors is touched.
-    scale: of q, default K**-0.5. use_qk_l2norm: q, k <- x rsqrt(sum x^2 + 1e-6). allow_neg_eigval doubles beta.
+    scale: of q, default K**-0.5; finite, as every number here. use_qk_l2norm: q, k <- x rsqrt(sum x^2 + 1e-6). allow_neg_eigval doubles
+        beta.
     batch_invariant: one variant for all batch sizes, so that a token does not depend on the batch it is decoded in. A variant gives the
         same bits at any B and place in it; two variants need not, even where they sum in the same order: compilers fuse differently.
     output: [B, T, HV, V] of q's dtype to write to; None allocates a fresh tensor each call.
 
+    Decode has no gradient: where gradients are on, inputs and states that require one are refused. A_log and dt_bias may require one.
     Raises UnsupportedProblem (a ValueError) naming the argument, what was given and what is accepted. Values on the device are not checked
     (that would synchronise); GDNTUNE_CHECK=1 in the environment checks indices, counts and duplicates on the host.
     Formula: Gated Delta Networks (arXiv 2412.06464), eq. 10, in the recurrent form.
@@ -123,23 +124,27 @@ def gated_delta_rule_decode(
         )
     if not raw and not (A_log is None and a is None and dt_bias is None):
         raise UnsupportedProblem("g and A_log/a/dt_bias are both given: accepted is one of the two forms of the gate")
-    return _decode(
-        "gdn_decode", "raw" if raw else "log", q, k, v, a if raw else g, b, beta, A_log, dt_bias, initial_state,
-        initial_state_indices, output_state_indices, intermediate_states_buffer, intermediate_state_indices, ssm_state_indices,
-        num_accepted_tokens, cu_seqlens, max_tokens, disable_state_update, state_layout, scale, use_qk_l2norm, allow_neg_eigval,
-        softplus_beta, softplus_threshold, 0.0, null_index, batch_invariant, output,
-    )  # fmt: skip
+    try:
+        return _decode(
+            "gdn_decode", "raw" if raw else "log", q, k, v, a if raw else g, b, beta, A_log, dt_bias, initial_state,
+            initial_state_indices, output_state_indices, intermediate_states_buffer, intermediate_state_indices, ssm_state_indices,
+            num_accepted_tokens, cu_seqlens, max_tokens, disable_state_update, state_layout, scale, use_qk_l2norm, allow_neg_eigval,
+            softplus_beta, softplus_threshold, 0.0, null_index, batch_invariant, output,
+        )  # fmt: skip
+    except _INSIDE as e:
+        explain(e, locals(), needed="q k v initial_state")
+        raise
 
 
 def gated_delta_rule_packed_decode(
-    mixed_qkv: "Tensor",
-    a: "Tensor",
-    b: "Tensor",
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
     *,
-    A_log: "Tensor",
-    dt_bias: "Tensor",
-    initial_state: "Tensor",
-    initial_state_indices: "Tensor",
+    A_log: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor,
+    initial_state_indices: Tensor,
     state_layout: str = "k_last",
     scale: float | None = None,
     use_qk_l2norm: bool = True,
@@ -148,57 +153,63 @@ def gated_delta_rule_packed_decode(
     softplus_threshold: float = 20.0,
     null_index: int = 0,
     batch_invariant: bool = False,
-    output: "Tensor | None" = None,
-) -> "Tensor":
+    output: Tensor | None = None,
+) -> Tensor:
     """One token for each of B requests, q, k and v side by side in one tensor: the call that vLLM and SGLang make for plain decode.
 
     mixed_qkv: [B, 2 H K + HV V], rows at any stride; a, b: [B, HV]; A_log, dt_bias: [HV]; initial_state: a pool [slots, HV, V, K]
     (v_last: [slots, HV, K, V]), updated in place at initial_state_indices [B]. Slot 0 is padding unless null_index says otherwise, and so
     is every negative index. Returns [B, 1, HV, V]. The rest, static and dynamic arguments and errors are as in `gated_delta_rule_decode`.
     """
-    if mixed_qkv.dim() != 2 or b.dim() != 2 or a.dim() != 2 or initial_state.dim() != 4:
-        raise UnsupportedProblem(
-            f"mixed_qkv has shape {tuple(mixed_qkv.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)}, initial_state "
-            f"{tuple(initial_state.shape)}: accepted are [B, 2*H*K + HV*V], [B, HV], [B, HV] and [slots, HV, V, K]"
-        )
-    width = mixed_qkv.shape[1]
-    HV = b.shape[1]
-    V, K = initial_state.shape[2:] if state_layout == "k_last" else (initial_state.shape[3], initial_state.shape[2])
-    keys = width - HV * V
-    if K < 1 or keys <= 0 or keys % (2 * K):
-        raise UnsupportedProblem(
-            f"mixed_qkv has {width} columns with HV={HV}, K={K}, V={V}: accepted are 2*H*K + HV*V, with H a divisor of HV"
-        )
-    keys //= 2
-    q = mixed_qkv[:, :keys].unflatten(-1, (-1, K)).unsqueeze(1)
-    k = mixed_qkv[:, keys : 2 * keys].unflatten(-1, (-1, K)).unsqueeze(1)
-    v = mixed_qkv[:, 2 * keys :].unflatten(-1, (HV, V)).unsqueeze(1)
-    return _decode(
-        "gdn_decode", "raw", q, k, v, a.unsqueeze(1), b.unsqueeze(1), None, A_log, dt_bias, initial_state, initial_state_indices,
-        None, None, None, None, None, None, None, False, state_layout, scale, use_qk_l2norm, allow_neg_eigval, softplus_beta,
-        softplus_threshold, 0.0, null_index, batch_invariant, output,
-    )  # fmt: skip
+    try:
+        if A_log is None or dt_bias is None or initial_state_indices is None:
+            raise TypeError  # `explain` says which
+        if mixed_qkv.dim() != 2 or b.dim() != 2 or a.dim() != 2 or initial_state.dim() != 4:
+            raise UnsupportedProblem(
+                f"mixed_qkv has shape {tuple(mixed_qkv.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)}, initial_state "
+                f"{tuple(initial_state.shape)}: accepted are [B, 2*H*K + HV*V], [B, HV], [B, HV] and [slots, HV, V, K]"
+            )
+        width = mixed_qkv.shape[1]
+        HV = b.shape[1]
+        V, K = initial_state.shape[2:] if state_layout == "k_last" else (initial_state.shape[3], initial_state.shape[2])
+        keys = width - HV * V
+        if K < 1 or keys <= 0 or keys % (2 * K):
+            raise UnsupportedProblem(
+                f"mixed_qkv has {width} columns with HV={HV}, K={K}, V={V}: accepted are 2*H*K + HV*V, with H a divisor of HV"
+            )
+        keys //= 2
+        q = mixed_qkv[:, :keys].unflatten(-1, (-1, K)).unsqueeze(1)
+        k = mixed_qkv[:, keys : 2 * keys].unflatten(-1, (-1, K)).unsqueeze(1)
+        v = mixed_qkv[:, 2 * keys :].unflatten(-1, (HV, V)).unsqueeze(1)
+        return _decode(
+            "gdn_decode", "raw", q, k, v, a.unsqueeze(1), b.unsqueeze(1), None, A_log, dt_bias, initial_state, initial_state_indices,
+            None, None, None, None, None, None, None, False, state_layout, scale, use_qk_l2norm, allow_neg_eigval, softplus_beta,
+            softplus_threshold, 0.0, null_index, batch_invariant, output,
+        )  # fmt: skip
+    except _INSIDE as e:
+        explain(e, locals(), needed="mixed_qkv a b A_log dt_bias initial_state initial_state_indices")
+        raise
 
 
 def kda_decode(
-    q: "Tensor",
-    k: "Tensor",
-    v: "Tensor",
-    g: "Tensor",
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
     *,
-    initial_state: "Tensor",
-    beta: "Tensor | None" = None,
-    b: "Tensor | None" = None,
-    A_log: "Tensor | None" = None,
-    dt_bias: "Tensor | None" = None,
+    initial_state: Tensor,
+    beta: Tensor | None = None,
+    b: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
-    initial_state_indices: "Tensor | None" = None,
-    output_state_indices: "Tensor | None" = None,
-    intermediate_states_buffer: "Tensor | None" = None,
-    intermediate_state_indices: "Tensor | None" = None,
-    ssm_state_indices: "Tensor | None" = None,
-    num_accepted_tokens: "Tensor | None" = None,
-    cu_seqlens: "Tensor | None" = None,
+    initial_state_indices: Tensor | None = None,
+    output_state_indices: Tensor | None = None,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     max_tokens: int | None = None,
     disable_state_update: bool = False,
     state_layout: str = "k_last",
@@ -209,8 +220,8 @@ def kda_decode(
     softplus_threshold: float = 20.0,
     null_index: int = -1,
     batch_invariant: bool = False,
-    output: "Tensor | None" = None,
-) -> "Tensor":
+    output: Tensor | None = None,
+) -> Tensor:
     """Kimi Delta Attention decode: as `gated_delta_rule_decode`, with one decay for each key dimension; returns [B, T, HV, V].
 
     g: [B, T, HV, K]. Without A_log it is the log decay; with A_log and dt_bias the gate is -exp(A_log) softplus(g + dt_bias), and with
@@ -228,63 +239,64 @@ def kda_decode(
     if A_log is None and lower_bound is not None:
         raise UnsupportedProblem("lower_bound without A_log and dt_bias: accepted is lower_bound with both")
     gate = "log" if A_log is None else "softplus" if lower_bound is None else "lower_bound"
-    if dt_bias is not None and dt_bias.dim() == 1:
-        if dt_bias.shape[0] % q.shape[-1]:
-            raise UnsupportedProblem(
-                f"dt_bias has shape {tuple(dt_bias.shape)}: accepted are [HV, K], [H, K] and these flat, K={q.shape[-1]}"
-            )
-        dt_bias = dt_bias.unflatten(0, (-1, q.shape[-1]))
-    return _decode(
-        "kda_decode", gate, q, k, v, g, b, beta, A_log, dt_bias, initial_state,
-        initial_state_indices, output_state_indices, intermediate_states_buffer, intermediate_state_indices, ssm_state_indices,
-        num_accepted_tokens, cu_seqlens, max_tokens, disable_state_update, state_layout, scale, use_qk_l2norm, allow_neg_eigval,
-        softplus_beta, softplus_threshold, 0.0 if lower_bound is None else lower_bound, null_index, batch_invariant, output,
-    )  # fmt: skip
+    try:
+        if dt_bias is not None and dt_bias.dim() == 1:
+            K = q.shape[-1]
+            if K < 1 or dt_bias.shape[0] % K:
+                raise UnsupportedProblem(
+                    f"dt_bias has shape {tuple(dt_bias.shape)}: accepted are [HV, K], [H, K] and these flat, K={K}"
+                )
+            dt_bias = dt_bias.unflatten(0, (-1, K))
+        return _decode(
+            "kda_decode", gate, q, k, v, g, b, beta, A_log, dt_bias, initial_state,
+            initial_state_indices, output_state_indices, intermediate_states_buffer, intermediate_state_indices, ssm_state_indices,
+            num_accepted_tokens, cu_seqlens, max_tokens, disable_state_update, state_layout, scale, use_qk_l2norm, allow_neg_eigval,
+            softplus_beta, softplus_threshold, 0.0 if lower_bound is None else lower_bound, null_index, batch_invariant, output,
+        )  # fmt: skip
+    except _INSIDE as e:
+        explain(e, locals(), needed="q k v g initial_state")
+        raise
 
 
 def _decode(
-    op: Op, gate: str, q: "Tensor", k: "Tensor", v: "Tensor", a: Any, b: Any, beta: Any, A_log: Any, dt_bias: Any, state: "Tensor",
+    op: Op, gate: str, q: Tensor, k: Tensor, v: Tensor, a: Any, b: Any, beta: Any, A_log: Any, dt_bias: Any, state: Tensor,
     read_index: Any, write_index: Any, buffer: Any, buffer_index: Any, slot_index: Any, accepted: Any, cu_seqlens: Any,
     max_tokens: int | None, frozen: bool, layout: str, scale: float | None, use_qk_l2norm: bool, neg_eigval: bool, softplus_beta: float,
     threshold: float, lower_bound: float, null_index: int, batch_invariant: bool, output: Any,
-) -> "Tensor":  # fmt: skip
+) -> Tensor:  # fmt: skip
     """One path for every decode: binds the contract on first sight of these dtypes and shapes, then calls the chosen function."""
     if (b is None) == (beta is None):
         raise UnsupportedProblem("beta: accepted is b (a logit) or beta (a value), one of the two")
-    try:
-        N, T, H, K = q.shape
-        _, _, HV, V = v.shape
-    except ValueError:
-        raise UnsupportedProblem(
-            f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: accepted are q [B, T, H, K] and v [B, T, HV, V]"
-        ) from None
-    except AttributeError:
-        raise _not_a_tensor(q=q, v=v) from None
+    N, T, H, K = q.shape
+    _, _, HV, V = v.shape
     B = N if cu_seqlens is None else _ragged_requests(cu_seqlens, q, read_index, buffer_index, slot_index)
-    try:
-        signature = (
-            op, gate, b is None, q.dtype, k.dtype, v.dtype, state.dtype, a.dtype, (beta if b is None else b).dtype,
-            None if A_log is None else A_log.dtype, None if dt_bias is None else dt_bias.dtype,
-            T if cu_seqlens is None else 0, max_tokens, K, V, layout, frozen, read_index is None, write_index is None, buffer is None,
-            buffer_index is None, slot_index is None, accepted is None, cu_seqlens is None, batch_invariant, q.device,
-        )  # fmt: skip
-    except AttributeError:
-        gates = {"a" if gate == "raw" else "g": a, "beta" if b is None else "b": beta if b is None else b}
-        gates |= {} if A_log is None else {"A_log": A_log, "dt_bias": dt_bias}
-        raise _not_a_tensor(q=q, k=k, v=v, initial_state=state, **gates) from None
+    beta_or_logit = beta if b is None else b
+    signature = (
+        op, gate, b is None, q.dtype, k.dtype, v.dtype, state.dtype, a.dtype, beta_or_logit.dtype,
+        None if A_log is None else A_log.dtype, None if dt_bias is None else dt_bias.dtype,
+        T if cu_seqlens is None else 0, max_tokens, K, V, layout, frozen, read_index is None, write_index is None, buffer is None,
+        buffer_index is None, slot_index is None, accepted is None, cu_seqlens is None, batch_invariant, q.device,
+    )  # fmt: skip
     bound = _BOUND.get(signature)
     if bound is None:
+        check_static(layout, batch_invariant, frozen, max_tokens)
         contract = _contract(
             op, gate, q, k, v, a, b, beta, A_log, dt_bias, state, read_index, write_index, buffer, buffer_index, slot_index, accepted,
             cu_seqlens, max_tokens, frozen, layout,
         )  # fmt: skip
         index = q.device.index or 0
-        bound = _BOUND[signature] = runtime(q.device.type, index).bind(contract, batch_invariant=batch_invariant)
+        bound = _BOUND[signature] = runtime(q.device.type, index).bind(contract, batch_invariant=bool(batch_invariant))
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or a.requires_grad or beta_or_logit.requires_grad or state.requires_grad
+    ):  # fmt: skip
+        gates = {"a" if gate == "raw" else "g": a, "beta" if b is None else "b": beta_or_logit}
+        raise _no_gradient(q=q, k=k, v=v, initial_state=state, **gates)
     if output is None:
         output = v.new_empty(v.shape)
     elif output.dtype != q.dtype:
         raise UnsupportedProblem(f"output has dtype {output.dtype}: accepted is q's, {q.dtype}")
-    if B < 1:
+    work_units = B * HV
+    if work_units < 1:
         return output
     if B > MAX_REQUESTS:
         raise UnsupportedProblem(
@@ -298,6 +310,8 @@ def _decode(
         A_shape, dt_shape = A_log.shape, dt_bias.shape
         if not (A_shape and A_shape[0] in heads and dt_shape and dt_shape[0] in heads):
             raise _parameter_fault(op, A_log, dt_bias, H, HV, K)
+        A_log = A_log.detach() if A_log.requires_grad else A_log
+        dt_bias = dt_bias.detach() if dt_bias.requires_grad else dt_bias
     if slot_index is not None:
         if slot_index.dim() != 2 or (cu_seqlens is None and slot_index.shape[1] < T):
             raise UnsupportedProblem(
@@ -313,44 +327,54 @@ def _decode(
             )
     if buffer is not None:
         _check_buffer(buffer, buffer_index, B, T if cu_seqlens is None else bound.contract.tokens)
+    read = _index(read_index, "initial_state_indices")
+    if not bound.contract.writes_index:
+        write = None
+    else:
+        write = read if write_index is read_index else _index(write_index, "output_state_indices")
     arguments = (
-        state, q, k, v, a, beta if b is None else b, _parameter(A_log), _parameter(dt_bias),
-        _index(read_index, "initial_state_indices"),
-        _index(write_index, "output_state_indices") if bound.contract.writes_index else None,
-        _index(buffer_index if slot_index is None else slot_index, "ssm_state_indices or intermediate_state_indices"),
+        state, q, k, v, a, beta_or_logit, A_log, dt_bias, read, write,
+        _index(buffer_index, "intermediate_state_indices") if slot_index is None else _index(slot_index, "ssm_state_indices"),
         _index(accepted, "num_accepted_tokens"), _index(cu_seqlens, "cu_seqlens"), buffer, output,
-        K**-0.5 if scale is None else scale, softplus_beta, threshold, lower_bound, 2.0 if neg_eigval else 1.0, null_index,
-        1 if use_qk_l2norm else 0,
+        *_numbers(K, scale, softplus_beta, threshold, lower_bound, neg_eigval, null_index, use_qk_l2norm),
     )  # fmt: skip
     if _checking():
-        from gdntune.arguments import check_values, check_width
-
         check_width(
             initial_state_indices=read_index, output_state_indices=write_index, intermediate_state_indices=buffer_index,
             ssm_state_indices=slot_index, num_accepted_tokens=accepted, cu_seqlens=cu_seqlens,
         )  # fmt: skip
         check_values(bound.contract, arguments)
-    function = bound.at(B * HV)
+    function = bound.at(work_units)
     try:
         function(*arguments)
     except (TypeError, ValueError, RuntimeError) as e:
-        from gdntune.arguments import refusal
-
         raise refusal(bound.contract, arguments, e) from e
     return output
 
 
-def _not_a_tensor(**arguments: Any) -> UnsupportedProblem:
-    """The refusal of arguments of which one is no tensor."""
-    import torch
+@lru_cache(maxsize=1024)
+def _numbers(
+    K: int, scale: float | None, softplus_beta: float, threshold: float, lower_bound: float, neg_eigval: bool, null_index: int,
+    use_qk_l2norm: bool,
+) -> tuple[float | int, ...]:  # fmt: skip
+    """The numbers of a call as a compiled function takes them. Checked once for a set of values, so that it costs a call nothing."""
+    check_numbers(scale, softplus_beta, threshold, null_index, use_qk_l2norm, neg_eigval, lower_bound)
+    return (
+        K**-0.5 if scale is None else float(scale), float(softplus_beta), float(threshold), float(lower_bound), 2.0 if neg_eigval else 1.0,
+        int(null_index), 1 if use_qk_l2norm else 0,
+    )  # fmt: skip
 
-    others = {name: type(x).__name__ for name, x in arguments.items() if not isinstance(x, torch.Tensor)}
+
+def _no_gradient(**tensors: Tensor) -> UnsupportedProblem:
+    """The refusal of tensors that a gradient is asked of."""
+    names = [name for name, x in tensors.items() if x.requires_grad]
     return UnsupportedProblem(
-        f"{listed(f'{name} is of type {kind}' for name, kind in others.items())}: accepted is a torch.Tensor"
+        f"{listed(names)}: requires_grad is set and gradients are on, and decode has none; accepted are calls under "
+        "torch.inference_mode() or torch.no_grad(), or tensors without it, by .detach()"
     )
 
 
-def _ragged_requests(cu_seqlens: "Tensor", q: "Tensor", read_index: Any, buffer_index: Any, slot_index: Any) -> int:
+def _ragged_requests(cu_seqlens: Tensor, q: Tensor, read_index: Any, buffer_index: Any, slot_index: Any) -> int:
     """B of a ragged call. A compiled call ties the indices to each other, and neither to cu_seqlens nor q to one row."""
     shape = cu_seqlens.shape
     if len(shape) != 1 or shape[0] < 1:
@@ -376,7 +400,7 @@ def _ragged_requests(cu_seqlens: "Tensor", q: "Tensor", read_index: Any, buffer_
     return B
 
 
-def _parameter_fault(op: Op, A_log: "Tensor", dt_bias: "Tensor", H: int, HV: int, K: int) -> UnsupportedProblem:
+def _parameter_fault(op: Op, A_log: Tensor, dt_bias: Tensor, H: int, HV: int, K: int) -> UnsupportedProblem:
     given = f"A_log has shape {tuple(A_log.shape)}, dt_bias {tuple(dt_bias.shape)}: "
     if op == "gdn_decode":
         return UnsupportedProblem(f"{given}accepted is one a value head, [{HV}] each")
@@ -385,7 +409,7 @@ def _parameter_fault(op: Op, A_log: "Tensor", dt_bias: "Tensor", H: int, HV: int
     )
 
 
-def _check_buffer(buffer: "Tensor", buffer_index: "Tensor | None", B: int, T: int) -> None:
+def _check_buffer(buffer: Tensor, buffer_index: Tensor | None, B: int, T: int) -> None:
     if buffer.dim() != 5 or buffer.shape[1] < T or (buffer_index is None and buffer.shape[0] < B):
         rows = "any rows" if buffer_index is not None else f"at least {B} rows"
         raise UnsupportedProblem(
@@ -395,17 +419,18 @@ def _check_buffer(buffer: "Tensor", buffer_index: "Tensor | None", B: int, T: in
 
 
 def _contract(
-    op: Op, gate: str, q: "Tensor", k: "Tensor", v: "Tensor", a: Any, b: Any, beta: Any, A_log: Any, dt_bias: Any, state: "Tensor",
+    op: Op, gate: str, q: Tensor, k: Tensor, v: Tensor, a: Any, b: Any, beta: Any, A_log: Any, dt_bias: Any, state: Tensor,
     read_index: Any, write_index: Any, buffer: Any, buffer_index: Any, slot_index: Any, accepted: Any, cu_seqlens: Any,
     max_tokens: int | None, frozen: bool, layout: str,
 ) -> Contract:  # fmt: skip
     """The contract that a call's tensors ask for."""
-    names = _dtype_names()
 
-    def dtype(x: "Tensor", name: str) -> str:
-        if x.dtype not in names:
-            raise UnsupportedProblem(f"{name} has dtype {x.dtype}: accepted are {', '.join(map(str, names))}")
-        return names[x.dtype]
+    def dtype(x: Tensor, name: str) -> str:
+        if fault := tensor_fault(name, x):
+            raise UnsupportedProblem(fault)
+        if x.dtype not in _DTYPES:
+            raise UnsupportedProblem(f"{name} has dtype {x.dtype}: accepted are {listed(_DTYPES)}")
+        return _DTYPES[x.dtype]
 
     if slot_index is not None:
         for name, other in (
@@ -439,29 +464,22 @@ def _contract(
     update = write_index is not None if slot_index is not None else not frozen
     if max_tokens is not None and cu_seqlens is None:
         raise UnsupportedProblem("max_tokens without cu_seqlens: T is q.shape[1]; leave it out")
-    if max_tokens is not None and not 1 <= max_tokens <= MAX_TOKENS:
-        raise UnsupportedProblem(
-            f"max_tokens={max_tokens}: accepted are 1 to {MAX_TOKENS}; split longer requests into several calls"
-        )
-    if layout not in get_args(Layout):
-        raise UnsupportedProblem(f"state_layout={layout!r}: accepted are {listed(get_args(Layout))}")
     input_dtype = dtype(q, "q")
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
+        if dtype(x, name) != input_dtype:
             raise UnsupportedProblem(f"{name} has dtype {x.dtype}: accepted is q's, {q.dtype}")
-    if state.dim() != 4:
-        raise UnsupportedProblem(
-            f"initial_state has shape {tuple(state.shape)}: accepted are [slots, HV, V, K] (k_last) and [slots, HV, K, V] (v_last)"
-        )
+    state_dtype = dtype(state, "initial_state")
+    if fault := rank_fault(q, v, state):
+        raise UnsupportedProblem(fault)
     return check_contract(
         Contract(
             op=op,
-            tokens=q.shape[1] if cu_seqlens is None else MAX_TOKENS if max_tokens is None else max_tokens,
+            tokens=q.shape[1] if cu_seqlens is None else MAX_TOKENS if max_tokens is None else int(max_tokens),
             K=q.shape[3],
             V=v.shape[3],
             layout=layout,  # type: ignore[arg-type]
             input_dtype=input_dtype,  # type: ignore[arg-type]
-            state_dtype=dtype(state, "initial_state"),  # type: ignore[arg-type]
+            state_dtype=state_dtype,  # type: ignore[arg-type]
             gate_dtype=dtype(a, "a" if gate == "raw" else "g"),  # type: ignore[arg-type]
             beta_dtype=dtype(beta, "beta") if b is None else dtype(b, "b"),  # type: ignore[arg-type]
             A_log_dtype="fp32" if A_log is None else dtype(A_log, "A_log"),  # type: ignore[arg-type]
@@ -480,18 +498,18 @@ def _contract(
 def plan(problem: Problem, device: str = "cuda", index: int = 0) -> Bound:
     """Binds a problem's contract and loads the function of its work units, so that the first call compiles nothing.
 
-    UnsupportedProblem for sizes or a contract that no call can have.
+    device: `cuda`, the card by its index, or `cpu`. UnsupportedProblem for sizes or a contract that no call can have.
     """
     if fault := problem_fault(problem):
         raise UnsupportedProblem(fault)
-    bound = runtime(device, index).bind(problem.contract)
+    bound = _runtime(device, index).bind(problem.contract)
     bound.at(problem.work_units)
     return bound
 
 
 def prepare(contract: Contract, device: str = "cuda", index: int = 0) -> Bound:
     """Loads every function that a rule can choose for a contract; afterwards any batch can be captured in a CUDA graph."""
-    bound = runtime(device, index).bind(contract)
+    bound = _runtime(device, index).bind(check_contract(contract))
     bound.load_all()
     return bound
 
@@ -500,5 +518,19 @@ def load_table(path: str | os.PathLike[str], device: str | None = None, index: i
     """Makes a table the one in use, on its own kind of device unless another is named; TableError where it cannot be trusted."""
     from gdntune import table
 
-    runtime(device or table.load(path).device.kind, index).use(path)
+    if not isinstance(path, str | os.PathLike):
+        raise UnsupportedProblem(
+            f"path is of type {type(path).__name__}: accepted is a str or a pathlib.Path of a table's file"
+        )
+    _runtime(table.load(path).device.kind if device is None else device, index).use(path)
     _BOUND.clear()
+
+
+def _runtime(device: str, index: int) -> Runtime:
+    """A device's runtime, as callers name it."""
+    if not isinstance(device, str) or device not in ("cuda", "cpu"):
+        raise UnsupportedProblem(f"{shown('device', device)}: accepted are 'cuda' and 'cpu'; index= names the card")
+    if type(index) is not int or index < 0 or (device == "cpu" and index):
+        accepted = "0 on the CPU" if device == "cpu" else "an int from 0, torch's number of the card"
+        raise UnsupportedProblem(f"{shown('index', index)}: accepted is {accepted}")
+    return runtime(device, index)

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
-from gdntune.errors import UnsupportedProblem, listed
+from gdntune.errors import UnsupportedProblem, listed, shown
 
 Op = Literal["gdn_decode", "kda_decode"]
 DType = Literal["bf16", "fp16", "fp32"]
@@ -107,14 +107,22 @@ class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tru
 
 
 TYPES = {name: get_args(hint) for name, hint in get_type_hints(Contract).items() if get_args(hint)}
+PLAIN_TYPES = {name: hint for name, hint in get_type_hints(Contract).items() if hint in (int, bool)}
 
 
-def contract_fault(c: Contract) -> str | None:
+def contract_fault(c: Any) -> str | None:
     """Why the mathematics, or any kernel here, has no such contract; None where it is legal. The one legality function."""
+    if not isinstance(c, Contract):
+        return f"the contract is of type {type(c).__name__}: accepted is a gdntune.Contract"
     for name, accepted in TYPES.items():
         value = getattr(c, name)
-        if value not in accepted:
-            return f"{name}={value!r}: accepted are {listed(accepted)}"
+        if not isinstance(value, str) or value not in accepted:
+            return f"{shown(name, value)}: accepted are {listed(accepted)}"
+    # msgspec checks what it decodes, not what Python constructs
+    for name, kind in PLAIN_TYPES.items():
+        value = getattr(c, name)
+        if type(value) is not kind:
+            return f"{shown(name, value)}: accepted is {kind.__name__}"
     if not 1 <= c.tokens <= MAX_TOKENS:
         return f"tokens={c.tokens}: accepted are 1 to {MAX_TOKENS}; split longer runs into several calls"
     if c.K not in HEAD_SIZES_K:
@@ -138,10 +146,14 @@ def check_contract(c: Contract) -> Contract:
     return c
 
 
-def problem_fault(p: Problem) -> str | None:
+def problem_fault(p: Any) -> str | None:
     """Why a problem is not legal; None where it is."""
+    if not isinstance(p, Problem):
+        return f"the problem is of type {type(p).__name__}: accepted is a gdntune.Problem"
     for name in ("B", "H", "HV"):
         value = getattr(p, name)
+        if type(value) is not int:
+            return f"{shown(name, value)}: accepted is int"
         if value < 1:
             return f"{name}={value}: accepted are integers from 1"
     if p.HV % p.H:

@@ -35,6 +35,12 @@ def test_each_crosses_processes(error):
     assert str(copy) == "tile_v=9: accepted are 16, 32"
 
 
+def test_shown():
+    """Short values are said, all else by its type: a tensor's values may lie on a device."""
+    assert [errors.shown("x", x) for x in (None, "a", 1, 0.5)] == ["x=None", "x='a'", "x=1", "x=0.5"]
+    assert errors.shown("x", [1.0]) == "x is of type list"
+
+
 def test_listed():
     """What is accepted reads as a list, whatever holds it."""
     assert errors.listed(["a", "b"]) == "a, b"

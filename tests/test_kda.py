@@ -246,6 +246,10 @@ REFUSALS = {
     "dt_bias dtype": ({"dt_bias": torch.zeros(4, K, dtype=torch.int32)}, "dt_bias has dtype torch.int32: accepted are"),
     "g of each head": ({"g": torch.zeros(3, 1, 4)}, r"g has shape \(3, 1, 4\).*\[3, 1, 4, 128\]"),
     "g of q/k heads": ({"g": torch.zeros(3, 1, 2, K)}, r"g has shape \(3, 1, 2, 128\).*\[3, 1, 4, 128\]"),
+    "dt_bias of a list": ({"dt_bias": [0.0] * 512}, "dt_bias is of type list: accepted is a torch.Tensor"),
+    "q of an array beside a flat dt_bias": ({"q": torch.zeros(3, 1, 2, K).numpy(), "dt_bias": torch.zeros(4 * K)}, "q is of type ndarray: accepted is a torch.Tensor"),
+    "no K beside a flat dt_bias": ({"q": torch.zeros(3, 1, 2, 0), "dt_bias": torch.zeros(4 * K)}, r"dt_bias has shape \(512,\): accepted are .* K=0"),
+    "no g": ({"g": None}, "g is of type NoneType: accepted is a torch.Tensor"),
     "g dtype": ({"g": torch.zeros(3, 1, 4, K, dtype=torch.float64)}, "g has dtype torch.float64: accepted are"),
     "beta per k": ({"b": torch.zeros(3, 1, 4, K)}, r"b has shape \(3, 1, 4, 128\).*\[3, 1, 4\]"),
     "layout": ({"state_layout": "v_first"}, "state_layout='v_first': accepted are k_last, v_last"),
@@ -257,6 +261,17 @@ def test_refusals(name):
     """Every refusal names the argument, what was given and what is accepted."""
     changes, match = REFUSALS[name]
     refused(match, kda, **changes)
+
+
+@pytest.mark.parametrize("lower_bound", [math.nan, -math.inf, 1.0, "x"])
+def test_refusals_of_lower_bound(lower_bound):
+    """No number, or one with which states grow without bound."""
+    refused(
+        f"lower_bound={lower_bound!r}: accepted is a finite number of at most 0",
+        kda,
+        "lower_bound",
+        lower_bound=lower_bound,
+    )
 
 
 @pytest.mark.parametrize("gate", WITH_PARAMETERS)

@@ -1,9 +1,12 @@
 """The public functions on CPU tensors: what they compute, what they accept, what they refuse; on CUDA tensors where there are any."""
 
 import dataclasses
+import math
+import warnings
 from pathlib import Path
 
 import msgspec
+import numpy
 import pytest
 import torch
 from public import DEVICES, call, refused
@@ -100,6 +103,10 @@ def int32(*shape):
     return torch.zeros(shape, dtype=torch.int32)
 
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # a prototype, says torch
+    NESTED = torch.nested.nested_tensor([torch.zeros(4), torch.zeros(3)])
+
 # contract, what is changed of its right call, and what the message says
 ONE, DENSE, SLOTS, RAGGED = "T=1 pool", "dense frozen", "slots accepted", "ragged"
 REFUSALS = {
@@ -120,11 +127,30 @@ REFUSALS = {
     "max_tokens of none": (RAGGED, {"max_tokens": 0}, "max_tokens=0: accepted are 1 to 16"),
     "max_tokens too large": (RAGGED, {"max_tokens": 17}, "max_tokens=17: accepted are 1 to 16"),
     "layout": (ONE, {"state_layout": "k_first"}, "state_layout='k_first': accepted are k_last, v_last"),
-    "scale": (ONE, {"scale": "large"}, "scale: .*accepted is a float"),
+    "scale": (ONE, {"scale": "large"}, "scale='large': accepted is a finite number"),
+    "scale nan": (ONE, {"scale": math.nan}, "scale=nan: accepted is a finite number, or None"),
+    "scale inf": (ONE, {"scale": -math.inf}, "scale=-inf: accepted is a finite number"),
+    "scale beyond fp32": (ONE, {"scale": 1e39}, "scale=1e.39: accepted is .* within fp32's range"),
+    "scale of 400 digits": (ONE, {"scale": 10**400}, "scale=10*: accepted is .* within fp32's range"),
+    "scale of a tensor": (ONE, {"scale": torch.tensor(1.0)}, "scale is of type Tensor: accepted is a finite number"),
+    "scale of a list": (ONE, {"scale": [1.0]}, "scale is of type list: accepted is a finite number"),
+    "softplus_beta of none": (ONE, {"softplus_beta": 0.0}, "softplus_beta=0.0: accepted is a finite number above 0"),
+    "softplus_threshold nan": (ONE, {"softplus_threshold": math.nan}, "softplus_threshold=nan: accepted is a finite number from 0"),
+    "null_index of a half": (ONE, {"null_index": 0.5}, "null_index=0.5: accepted is an int"),
+    "null_index of 33 bits": (ONE, {"null_index": 2**32}, "null_index=4294967296: accepted is an int within int32"),
+    "l2norm of a word": (ONE, {"use_qk_l2norm": "false"}, "use_qk_l2norm='false': accepted are True and False"),
+    "neg_eigval of none": (ONE, {"allow_neg_eigval": None}, "allow_neg_eigval=None: accepted are True and False"),
+    "frozen of a list": ("rows", {"disable_state_update": [True]}, "disable_state_update is of type list: accepted are True and False"),
+    "frozen of a tensor": ("rows", {"disable_state_update": torch.ones(2)}, "disable_state_update is of type Tensor: accepted are True and"),
+    "batch_invariant of a number": (ONE, {"batch_invariant": 2}, "batch_invariant=2: accepted are True and False"),
+    "max_tokens of a word": (RAGGED, {"max_tokens": "4"}, "max_tokens='4': accepted are 1 to 16"),
+    "max_tokens of a half": (RAGGED, {"max_tokens": 1.5}, "max_tokens=1.5: accepted are 1 to 16"),
+    "layout of a list": (ONE, {"state_layout": ["k_last"]}, "state_layout is of type list: accepted are k_last, v_last"),
     # dtypes
+    "index of bools": (ONE, {"initial_state_indices": torch.ones(3, dtype=torch.bool)}, "initial_state_indices has dtype torch.bool: .*int32.*int64"),
     "index dtype": (ONE, {"initial_state_indices": torch.zeros(3)}, "initial_state_indices has dtype torch.float32: .*int32.*int64"),
     "write index dtype": (ONE, {"output_state_indices": torch.zeros(3)}, "output_state_indices has dtype torch.float32"),
-    "slots dtype": (SLOTS, {"ssm_state_indices": torch.zeros(3, 3)}, "ssm_state_indices .* has dtype torch.float32"),
+    "slots dtype": (SLOTS, {"ssm_state_indices": torch.zeros(3, 3)}, "ssm_state_indices has dtype torch.float32"),
     "accepted dtype": (SLOTS, {"num_accepted_tokens": torch.zeros(3)}, "num_accepted_tokens has dtype torch.float32"),
     "cu_seqlens dtype": (RAGGED, {"cu_seqlens": torch.zeros(4)}, "cu_seqlens has dtype torch.float32"),
     "state dtype": (ONE, {"initial_state": torch.zeros(3, 4, 128, 128, dtype=torch.float64)}, "initial_state has dtype torch.float64: accepted are torch.bfloat16"),
@@ -168,6 +194,19 @@ REFUSALS = {
     "b of a list": (ONE, {"b": [1.0]}, "b is of type list: accepted is a torch.Tensor"),
     "index of a list": (ONE, {"initial_state_indices": [0, 1, 2]}, "initial_state_indices is of type list: accepted is a torch.Tensor"),
     "write index of a list": (ONE, {"output_state_indices": [0, 1, 2]}, "output_state_indices is of type list: accepted is a torch.Tensor"),
+    "slots of a list": (SLOTS, {"ssm_state_indices": [[0, 1, 2]] * 3}, "ssm_state_indices is of type list: accepted is a torch.Tensor"),
+    "bounds of a list": (RAGGED, {"cu_seqlens": [0, 4, 8, 12]}, "cu_seqlens is of type list: accepted is a torch.Tensor"),
+    "index of ragged": (RAGGED, {"initial_state_indices": [0, 1, 2]}, "initial_state_indices is of type list: accepted is a torch.Tensor"),
+    "buffer of a list": (DENSE, {"intermediate_states_buffer": [0.0]}, "intermediate_states_buffer is of type list: accepted is a torch.Tensor"),
+    "output of a word": (ONE, {"output": "new"}, "output is of type str: accepted is a torch.Tensor"),
+    "state of an array": (ONE, {"initial_state": torch.zeros(3, 4, 128, 128).numpy()}, "initial_state is of type ndarray: accepted is a torch.Tensor"),
+    "A_log of an array": (ONE, {"A_log": torch.zeros(4).numpy()}, "A_log is of type ndarray: accepted is a torch.Tensor"),
+    "state of no dimension": ("rows", {"initial_state": torch.tensor(0.0)}, r"initial_state has shape \(\): accepted are \[slots, HV, V, K\]"),
+    "b sparse": (ONE, {"b": torch.zeros(3, 1, 4).bfloat16().to_sparse()}, "b is a torch.sparse_coo tensor: accepted are dense ones"),
+    "A_log nested": (ONE, {"A_log": NESTED}, "A_log is a nested tensor: accepted are dense ones"),
+    # gradients
+    "state with a gradient": (ONE, {"initial_state": torch.zeros(3, 4, 128, 128, requires_grad=True)}, "^initial_state: requires_grad is set .*inference_mode"),
+    "b with a gradient": (ONE, {"b": torch.zeros(3, 1, 4, dtype=torch.bfloat16, requires_grad=True)}, "^b: requires_grad is set"),
     # strides and devices
     "state strided inside": (ONE, {"initial_state": torch.zeros(3, 4, 128, 256)[..., ::2]}, "initial_state .* contiguous inner"),
     "state with its heads apart": (ONE, {"initial_state": torch.zeros(3, 4, 128, 256)[..., :128]}, "initial_state .* contiguous inner"),
@@ -206,6 +245,7 @@ FLOW = {
     "q of a list": ({"q": lambda x: x.tolist()}, "q is of type list: accepted is a torch.Tensor"),
     "k of none": ({"k": lambda x: None}, "k is of type NoneType: accepted is a torch.Tensor"),
     "a of a list": ({"a": lambda x: x.tolist()}, "a is of type list: accepted is a torch.Tensor"),
+    "q with a gradient": (dict.fromkeys("qk", lambda x: x.requires_grad_()), "^q, k: requires_grad is set and gradients are on"),
     "requests": (dict.fromkeys("qkvab", lambda x: x[:1].expand(65536, *x.shape[1:])), "65536 requests: accepted are at most 65535 a call"),
     "T of none": (dict.fromkeys("qkvab", lambda x: x[:, :0]), "tokens=0: accepted are 1 to 16"),
     "T too large": (dict.fromkeys("qkvab", lambda x: x.repeat_interleave(17, 1)), "tokens=17: accepted are 1 to 16"),
@@ -262,6 +302,13 @@ def packed(**changes):
         ({"state_layout": "both"}, "state_layout='both': accepted are k_last, v_last"),
         ({"A_log": torch.zeros(2)}, r"A_log has shape \(2,\).*\[4\]"),
         ({"initial_state_indices": torch.zeros(3)}, "initial_state_indices has dtype torch.float32"),
+        ({"mixed_qkv": [0.0]}, "mixed_qkv is of type list: accepted is a torch.Tensor"),
+        ({"mixed_qkv": None}, "mixed_qkv is of type NoneType: accepted is a torch.Tensor"),
+        ({"b": "b"}, "b is of type str: accepted is a torch.Tensor"),
+        ({"dt_bias": None}, "dt_bias is of type NoneType: accepted is a torch.Tensor"),
+        ({"initial_state_indices": None, "initial_state": torch.zeros(3, 4, 128, 128)}, "initial_state_indices is of type NoneType: accepted"),
+        ({"scale": math.nan}, "scale=nan: accepted is a finite number"),
+        ({"state_layout": []}, "state_layout is of type list: accepted are k_last, v_last"),
     ],
 )  # fmt: skip
 def test_refusals_of_the_packed_call(changes, match):
@@ -281,6 +328,12 @@ def test_refusals_of_the_packed_call(changes, match):
         ({"state_dtype": "fp8"}, (1, 2, 4), "state_dtype='fp8': accepted are bf16, fp16, fp32"),
         ({"accepted": True}, (1, 2, 4), "num_accepted_tokens goes with 'slots' alone"),
         ({"intermediate": "slots", "pool": False}, (1, 2, 4), "intermediate='slots' without a pool"),
+        ({}, ("1", 2, 4), "B='1': accepted is int"),
+        ({}, (1, 2, 4.0), "HV=4.0: accepted is int"),
+        ({"tokens": "1"}, (1, 2, 4), "tokens='1': accepted is int"),
+        ({"V": [128]}, (1, 2, 4), "V is of type list: accepted is int"),
+        ({"pool": "no"}, (1, 2, 4), "pool='no': accepted is bool"),
+        ({"layout": None}, (1, 2, 4), "layout=None: accepted are k_last, v_last"),
     ],
 )
 def test_refusals_of_plan_and_prepare(changes, sizes, match):
@@ -293,8 +346,57 @@ def test_refusals_of_plan_and_prepare(changes, sizes, match):
 
 def test_a_device_that_no_kernel_knows():
     """plan and prepare say which devices there are."""
-    refused("tensors are on tpu: accepted are cuda and cpu", gdntune.plan, Problem(Contract(), 1, 2, 4), "tpu")
-    refused("tensors are on tpu: accepted are cuda and cpu", gdntune.prepare, Contract(), "tpu")
+    refused("device='tpu': accepted are 'cuda' and 'cpu'", gdntune.plan, Problem(Contract(), 1, 2, 4), "tpu")
+    refused("device='tpu': accepted are 'cuda' and 'cpu'", gdntune.prepare, Contract(), "tpu")
+
+
+@pytest.mark.parametrize(
+    "public, given, match",
+    [
+        (gdntune.plan, ("x", "cpu"), "the problem is of type str: accepted is a gdntune.Problem"),
+        (gdntune.plan, (Contract(), "cpu"), "the problem is of type Contract: accepted is a gdntune.Problem"),
+        (gdntune.plan, (Problem({}, 1, 2, 4), "cpu"), "the contract is of type dict: accepted is a gdntune.Contract"),
+        (gdntune.plan, (Problem(Contract(), 1, 2, 4), torch.device("cpu")), "device is of type device: accepted are 'cuda' and 'cpu'; index="),
+        (gdntune.plan, (Problem(Contract(), 1, 2, 4), "cpu", 1), "index=1: accepted is 0 on the CPU"),
+        (gdntune.plan, (Problem(Contract(), 1, 2, 4), "cuda", "0"), "index='0': accepted is an int from 0"),
+        (gdntune.prepare, ("x", "cpu"), "the contract is of type str: accepted is a gdntune.Contract"),
+        (gdntune.prepare, ([], "cpu"), "the contract is of type list: accepted is a gdntune.Contract"),
+        (gdntune.prepare, (Contract(), []), "device is of type list: accepted are"),
+        (gdntune.load_table, (123,), "path is of type int: accepted is a str or a pathlib.Path"),
+        (gdntune.load_table, (None,), "path is of type NoneType: accepted is a str or a pathlib.Path"),
+        (gdntune.load_table, ("x.json", "cpu:0"), "device='cpu:0': accepted are 'cuda' and 'cpu'"),
+    ],
+)  # fmt: skip
+def test_refusals_of_wrong_types(public, given, match):
+    """What is no Problem, Contract, path or device at all is refused in the same way."""
+    refused(match, public, *given)
+
+
+def test_numbers_of_numpy_and_flags_of_numbers():
+    """What is as good as a Python number is accepted: numpy's scalars, 0 and 1 as flags."""
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
+    alike, state = call(case.clone(), output=None), numpy.float32(case.scale)
+    assert torch.equal(
+        call(case, output=None, scale=state, null_index=numpy.int64(-1), use_qk_l2norm=numpy.True_), alike
+    )
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_gradients_that_are_off(off):
+    """Tensors of a model whose parameters require a gradient are as good as others where gradients are off."""
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
+    alike = call(case.clone(), output=None)
+    with off():
+        assert torch.equal(call(dataclasses.replace(case, q=case.q.requires_grad_()), output=None), alike)
+
+
+def test_no_heads_are_no_work(monkeypatch):
+    """Fault: HV=0 was launched, by the last interval's function, and a launch of no blocks is an error on CUDA."""
+    monkeypatch.setattr(dispatch.Bound, "at", None)
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
+    none = {n: getattr(case, n)[:, :, :0] for n in "vab"}
+    changes = {"initial_state": case.state[:, :0], "A_log": case.A_log[:0], "dt_bias": case.dt_bias[:0], "output": None}
+    assert call(dataclasses.replace(case, **none), **changes).shape == (3, 1, 0, 128)
 
 
 def test_what_is_no_fault_of_the_arguments_passes_through(monkeypatch):
@@ -431,6 +533,17 @@ def test_checked_mode_reads_what_lies_on_the_device(name):
     case = make_case(Problem(CONTRACTS[kind], 3, 2, 4), "cpu", permute=False)
     tensors = {field: torch.tensor(x) for field, x in changes.items()}
     assert "found by GDNTUNE_CHECK=1" in refused(match, call, case, **tensors)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("name", ["initial_state", "output"])
+def test_checked_mode_refuses_rows_of_one_memory(name):
+    """A tensor made by expand() would be written by all requests at once."""
+    case = make_case(Problem(CONTRACTS["rows"], 3, 2, 4), "cpu")
+    whole = case.state if name == "initial_state" else case.output
+    refused(
+        f"{name} has stride 0 at dimension 0, of size 3.*clone", call, case, **{name: whole[:1].expand(whole.shape)}
+    )
 
 
 @pytest.mark.usefixtures("checked")
