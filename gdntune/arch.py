@@ -1,6 +1,7 @@
 """Names, detects and describes devices: peaks, SMs, caches, clocks, versions. torch and NVML are imported on use."""
 
 import contextlib
+import difflib
 import hashlib
 import importlib.metadata
 import math
@@ -121,7 +122,11 @@ TARGETS: dict[str, Device] = {
 def target(arch: str) -> Device:
     """A device to compile for that need not be here: `sm_90a` is an H100, `sm_100a` a B200. UnknownName lists all."""
     if arch not in TARGETS:
-        raise UnknownName(f"arch {arch!r} has no stand-in: accepted are {listed(TARGETS)}")
+        near = difflib.get_close_matches(arch, TARGETS, n=1)
+        meant = f" (did you mean `{near[0]}`?)" if near else ""
+        raise UnknownName(
+            f"no arch is called {arch!r}{meant}: accepted are {listed(TARGETS)}, and on the command line cpu and native"
+        )
     return TARGETS[arch]
 
 

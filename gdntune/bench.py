@@ -19,10 +19,10 @@ from gdntune.derive import as_chosen, derive, timed_cells
 from gdntune.dispatch import Runtime
 from gdntune.errors import GdntuneError, JournalError, MeasurementError
 from gdntune.executors import Child, Crashed
-from gdntune.journal import FILE, Build, Cell, Check, Journal, Record, Run, Trial
+from gdntune.journal import PEER, TABLE, Build, Cell, Check, Journal, Record, Run, Trial, timed
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
-from gdntune.search import Progress, failures, run_header
+from gdntune.search import Progress, failures, resolved, run_header
 from gdntune.store import ObjectSpec, Store, object_spec
 from gdntune.table import Table, save
 from gdntune.timing import Policy
@@ -97,20 +97,20 @@ class _Bench:
         return [choice] if choice.id == default.id else [choice, default]
 
     def run(self) -> Outcome:
-        if self.device.kind == "cpu":
-            self.policy.resolve(self.device)
-        built = self._compile()
-        bundles = tuple(str(path) for path, _ in self.store.bundles)
-        start = session.Start(self.device, self.index, str(self.store.root), bundles, self.policy)
-        with Child(start) as self.child:
-            fresh = not (self.folder / FILE).exists()
-            resolved = self.child.run(session.resolve_task, fresh, timeout=CHECK_TIMEOUT_S)
-            if isinstance(resolved, Crashed):
-                raise MeasurementError(f"the timing process does not start: {resolved.reason}")
-            policy, note, peaks = resolved
-            self.notes += [note] if note else []
-            header = run_header(self.config, self.device, policy, peaks, self.command, self._origins())
-            with Journal.open(self.folder, header) as journal:
+        cells = len(self.config.all_problems())
+        header = run_header(self.config, self.device, self.policy, self.command, cells, self._origins())
+        # as a sweep: a place that cannot be had is refused before anything is compiled
+        with Journal.claim(self.folder, header) as journal:
+            built = self._compile()
+            bundles = tuple(str(path) for path, _ in self.store.bundles)
+            start = session.Start(self.device, self.index, str(self.store.root), bundles, self.policy)
+            with Child(start) as self.child:
+                found = self.child.run(session.resolve_task, journal.fresh, timeout=CHECK_TIMEOUT_S)
+                if isinstance(found, Crashed):
+                    raise MeasurementError(f"the timing process does not start: {found.reason}")
+                policy, note, peaks = found
+                self.notes += [note] if note else []
+                journal.begin(resolved(header, policy, peaks))
                 self._drop_unbuilt(journal, built)
                 self._check(journal)
                 self._time(journal)
@@ -131,9 +131,9 @@ class _Bench:
             said = "none: the default rule"
             if source is not None:
                 said = f"{source.path.name} sha256 {hashlib.sha256(source.path.read_bytes()).hexdigest()[:16]}"
-            found[f"table for {op}"] = said
+            found[f"{TABLE}{op}"] = said
         for peer in self.peers.values():
-            found[f"peer {peer.name}"] = "not installed" if peer.absent() else peer.version()
+            found[f"{PEER}{peer.name}"] = "not installed" if peer.absent() else peer.version()
         return found
 
     # -- compile and check our own
@@ -160,9 +160,9 @@ class _Bench:
         return {b.spec.key: b for b in built}
 
     def _drop_unbuilt(self, journal: Journal, built: dict[str, Built]) -> None:
-        seen = {(r.object_key, r.reason) for r in journal.records if isinstance(r, Build)}
+        seen = {r.object_key: r.reason for r in journal.records if isinstance(r, Build)}
         for key, b in built.items():
-            if (key, b.reason) not in seen:
+            if seen.get(key) != b.reason:
                 m = b.manifest
                 journal.append(
                     Build(kernel=b.spec.kernel, variant=b.spec.label, object_key=key, status="ok" if b.ok else "failed",
@@ -216,7 +216,7 @@ class _Bench:
     # -- time
 
     def _time(self, journal: Journal) -> None:
-        done = {r.problem for r in journal.records if isinstance(r, Cell)}
+        done = timed(journal.records)
         todo = [p for p in self.config.all_problems() if p not in done]
         self.progress.start("time", len(todo))
         for problem in todo:

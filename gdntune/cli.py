@@ -90,6 +90,7 @@ def sweep(
     import msgspec
 
     from gdntune import arch, search
+    from gdntune.doctor import put_to_use
     from gdntune.progress import progress
     from gdntune.store import Store
     from gdntune.table import load
@@ -133,6 +134,9 @@ def sweep(
         )
     else:
         _told(made, outcome.notes, folder, files)
+        if outcome.table is not None:
+            ops = sorted({rule.when.op for rule in outcome.table.rules})
+            typer.echo(f"To use the table {put_to_use(found, folder / 'table.json', ops)}.")
     if outcome.table is None:
         raise typer.Exit(FINDINGS)
 
@@ -355,7 +359,9 @@ def expect(
     from gdntune.resources import resources
     from gdntune.store import Store, atomic_write
     from gdntune.sweep_plan import plan_objects
+    from gdntune.table import refuse_tables
 
+    refuse_tables(journal)
     publications = [published(name) for name in dict.fromkeys(against or ())]
     wanted = [config_of(path) for path in configs]
     target = target_of(arch)

@@ -88,7 +88,7 @@ def indices(text: str | None, executor: str) -> tuple[int, ...]:
 
 def config_of(path: Path, parts: list[str] | None = None) -> "Config":
     """The config in a file, or the shipped one of a name; only the parts that are named, where some are."""
-    from gdntune import config
+    from gdntune import config, kernels
 
     # a name may have a dot, as qwen3.5-397b-a17b
     if path.suffix not in (".yaml", ".yml") and not path.exists():
@@ -102,6 +102,8 @@ def config_of(path: Path, parts: list[str] | None = None) -> "Config":
             )
         path = named
     found = config.load(path)
+    found.check_kernels(kernels.KERNELS)
+    found.check_knobs(kernels.KERNELS)
     return found.only(parts) if parts else found
 
 

@@ -58,7 +58,9 @@ def report_(
     from gdntune.published import published
     from gdntune.report import report
     from gdntune.store import atomic_write
+    from gdntune.table import refuse_tables
 
+    refuse_tables(runs)
     suffix = {".md": "md", ".csv": "csv", ".html": "html"}.get(out.suffix if out else "", "terminal")
     form = form or suffix  # type: ignore[assignment]
     if form == "csv" and against:
@@ -70,6 +72,7 @@ def report_(
             f"--against or --baseline with {form}: it holds measurements as they are; leave them out"
         )
     made = report(runs, [published(name) for name in dict.fromkeys(against or ())], baseline, regret)
+    _refuse_empty(runs, made)
     if form == "kernel-tuner" or form == "flashinfer-bench":
         _export(made, form, out or _beside(runs[0], f"-{form}"))
         return
@@ -92,6 +95,19 @@ def report_(
             atomic_write(out, text.encode())
         except OSError as e:
             raise UnsupportedProblem(f"--out {out}: cannot be written: {e.strerror or e}") from None
+
+
+def _refuse_empty(runs: list[Path], made: "Report") -> None:
+    """JournalError for a run of which there is nothing to say: no cell was tried, and nothing failed."""
+    from gdntune.errors import JournalError
+    from gdntune.journal import Cell, Trial
+
+    for path, source in zip(runs, made.sources, strict=True):
+        if not any(isinstance(r, (Cell, Trial)) or r.status != "ok" for r in source.records):
+            raise JournalError(
+                f"{path}: no cell was timed yet: there is nothing to report; start the same command again, and it goes on there"
+                + (f": {source.run.command}" if source.run.command else "")
+            )
 
 
 def _beside(run: Path, suffix: str) -> Path:
@@ -193,6 +209,7 @@ def replay(
     """Derive the table anew from a journal, without a device; with the sweep's settings it is the sweep's table, byte for byte."""
     from gdntune import judge, table
 
+    table.refuse_tables([run])
     found = judge.replay(run, regret=regret, without=without or (), keep_default=keep_default)
     if out is not None:
         table.save(found.table, out)
@@ -247,6 +264,7 @@ def judge_(
             f"{len(paths)} files: accepted are TABLE JOURNAL, JOURNAL alone with --hold-out every-second or --share 0.25, or that of a "
             "sweep with held-out cells"
         )
+    table.refuse_tables(paths[-1:])
     run, records = journal.read(paths[-1])
     if share is not None:
         cost = halving.cost(records, run, share)
@@ -291,7 +309,9 @@ def compare_(
     """Say of each cell of two journals whether B is FASTER, SLOWER, the SAME or UNCLEAR; the exit code is 1 where one is SLOWER."""
     from gdntune import compare
     from gdntune.render.terminal import print_document
+    from gdntune.table import refuse_tables
 
+    refuse_tables([a, b])
     found = compare.compare(a, b, variant)
     if as_json:
         print_json(found)

@@ -107,12 +107,12 @@ def ratio_of_means(a: Sequence[float], b: Sequence[float], seed: str) -> Interva
     """B's mean over A's, with the percentile interval of a circular block bootstrap of each; the same seed gives the same bounds.
 
     Blocks, since neighbouring rounds are alike (on an H100 up to 0.3 of the variance), of an even length, since the order of calls
-    is mirrored every other round.
+    is mirrored every other round. Equal samples are one measurement, drawn from once: against itself its ratio is 1, with no width.
     """
     chance = random.Random(f"{SEED}.{seed}")
-    ratios = sorted(
-        y / x for x, y in zip(_resampled_means(a, chance), _resampled_means(b, chance), strict=True) if x > 0
-    )
+    means = _resampled_means(a, chance)
+    others = means if list(a) == list(b) else _resampled_means(b, chance)
+    ratios = sorted(y / x for x, y in zip(means, others, strict=True) if x > 0)
     tail = int((1 - CONFIDENCE) / 2 * len(ratios))
     return Interval(statistics.fmean(b) / statistics.fmean(a), ratios[tail], ratios[-1 - tail])
 
@@ -198,7 +198,7 @@ def _notes(a: Run, b: Run) -> list[str]:
 
 
 def comparison_document(found: Comparison, title: str) -> Document:
-    """A comparison: the counts, the cells that are not SAME, and as detail all of them."""
+    """A comparison: the counts, the cells that are not SAME, and as detail the others."""
     counts = ", ".join(f"{n} {name}" for name, n in found.counts.items())
     notes = [
         f"{len(found.cells)} cells: {counts}",
@@ -208,11 +208,13 @@ def comparison_document(found: Comparison, title: str) -> Document:
     ]
     if found.only_a or found.only_b:
         notes.append(f"cells of A alone: {found.only_a}, of B alone: {found.only_b}")
-    differing = [c for c in found.cells if c.verdict != "SAME"]
     sections = [Section("Summary", (Text("B against A"), Bullets(tuple(notes))))]
+    same = [c for c in found.cells if c.verdict == "SAME"]
+    differing = [c for c in found.cells if c.verdict != "SAME"]
     if differing:
         sections.append(Section("Cells that are not SAME", (_grid(differing),)))
-    sections.append(Section("All cells", (_grid(found.cells),), detail=True))
+    if same:
+        sections.append(Section("Cells that are SAME", (_grid(same),), detail=True))
     return Document(title, tuple(sections))
 
 

@@ -1,8 +1,10 @@
 """configs/*.yaml: what a sweep measures. Contracts, cells, kernels, timing policy and effort of the search."""
 
+import dataclasses
 import difflib
 import fnmatch
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import yaml
 
-from gdntune import strict
+from gdntune import arch, strict
 from gdntune.errors import ConfigError, listed
-from gdntune.kernels.spec import Variant
+from gdntune.kernels.spec import Kernel, Variant
 from gdntune.problem import MAX_TOKENS, Contract, Problem, contract_fault, problem_fault
 from gdntune.timing import Policy
 from gdntune.workload import Load, read_trace
@@ -127,9 +129,14 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return True
         wanted = self.kernels.get(variant.kernel)
         return wanted is not None and all(
-            any(type(value) is type(variant.knobs.get(knob)) and value == variant.knobs.get(knob) for value in values)
-            for knob, values in wanted.items()
+            any(same(value, variant.knobs.get(knob)) for value in values) for knob, values in wanted.items()
         )
+
+    def values(self) -> Iterator[tuple[str, str, int | str | bool]]:
+        """What `kernels` lists: kernel, knob and value."""
+        for kernel, wanted in self.kernels.items():
+            for knob, values in wanted.items():
+                yield from ((kernel, knob, value) for value in values)
 
 
 _INHERITED = tuple(f for f in Part.__struct_fields__ if f != "name")
@@ -186,28 +193,90 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
         labels = [re.sub("[^a-z0-9._-]", "", pattern).strip("._-") for pattern in patterns]
         return msgspec.structs.replace(self, name=".".join([self.name, *filter(None, labels)]), parts=kept)
 
-    def check_kernels(self, knobs: Mapping[str, Collection[str]]) -> None:
-        """Raises ConfigError where `kernels` names a kernel, or a knob of it, that `knobs` (names by kernel) has not."""
-        for i, part in enumerate(self.each_part()):
-            path = f"$.parts[{i}].kernels" if self.parts else "$.kernels"
+    def check_kernels(self, known: Mapping[str, Kernel]) -> None:
+        """Raises ConfigError where `kernels` names a kernel that is not known, or a knob that it has not."""
+        names = {name: [f.name for f in dataclasses.fields(kernel.knobs)] for name, kernel in known.items()}
+        for path, part in self._kernels():
             for kernel, wanted in part.kernels.items():
-                if kernel not in knobs:
-                    near = strict.near(kernel, knobs)
+                if kernel not in names:
+                    near = strict.near(kernel, names)
                     raise ConfigError(
-                        f"{self.name}: {path} has the unknown key `{kernel}`{near}: accepted are {listed(knobs)}"
+                        f"{self.name}: {path} has the unknown key `{kernel}`{near}: accepted are {listed(names)}"
                     )
                 for knob in wanted:
-                    if knob not in knobs[kernel]:
-                        near, names = strict.near(knob, knobs[kernel]), listed(knobs[kernel])
+                    if knob not in names[kernel]:
+                        near = strict.near(knob, names[kernel])
                         raise ConfigError(
-                            f"{self.name}: {path}.{kernel} has the unknown key `{knob}`{near}: accepted are {names}"
+                            f"{self.name}: {path}.{kernel} has the unknown key `{knob}`{near}: accepted are {listed(names[kernel])}"
                         )
+
+    def check_knobs(self, known: Mapping[str, Kernel]) -> None:
+        """Raises ConfigError where `kernels` lists a value that no legal variant has, at any contract of the parts that list it.
+
+        For a whole file: what `only` leaves of one may lack the part that a value is for.
+        """
+        for path, part in self._kernels():
+            for kernel, knob, value in part.values():
+                listing = [
+                    p for p in self.each_part() if any(same(x, value) for x in p.kernels.get(kernel, {}).get(knob, ()))
+                ]
+                contracts = sorted({c for p in listing for c in p.own_contracts()})
+                accepted = _refused(known[kernel], knob, value, contracts)
+                if accepted is not None:
+                    said = (
+                        f"accepted are {listed(accepted)}"
+                        if accepted
+                        else f"{kernel} serves none of the contracts, leave it out"
+                    )
+                    raise ConfigError(
+                        f"{self.name}: {path}.{kernel}.{knob} lists {value}, which no legal variant has at the contracts: {said}"
+                    )
+
+    def _kernels(self) -> Iterator[tuple[str, Part]]:
+        """The parts, each with the path of its `kernels`."""
+        for i, part in enumerate(self.each_part()):
+            yield (f"$.parts[{i}].kernels" if self.parts else "$.kernels"), part
 
     @property
     def sha256(self) -> str:
         """Of what decides the sweep: comments, the order of keys, defaults written out and `about` do not change it."""
         content = msgspec.json.encode(_hashed(msgspec.structs.replace(self, about="")), order="sorted")
         return hashlib.sha256(content).hexdigest()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values of a knob are equal; True is not 1."""
+    return type(a) is type(b) and a == b
+
+
+def _refused(kernel: Kernel, knob: str, value: Any, contracts: Sequence[Contract]) -> list[Any] | None:
+    """None where a legal variant has a value of a knob at one of the contracts, else the values that are worth trying there.
+
+    Legal is what is worth trying, and what the kernel does not refuse of the value with all that others are worth trying with.
+    """
+    device = arch.detect("cpu") if kernel.device == "cpu" else arch.target("sm_90a")
+    # of each contract, the values of each knob
+    worth = [_worth_trying(kernel, contract, device) for contract in contracts]
+    found = dict.fromkeys(x for values in worth for x in values.get(knob, ()))
+    if any(same(x, value) for x in found):
+        return None
+    # a kernel is not asked about another type, nor about less than nothing
+    if any(type(x) is type(value) for x in found) and (type(value) is not int or value > 0):
+        for contract, values in zip(contracts, worth, strict=True):
+            settings = itertools.product(*{**values, knob: [value]}.values()) if values else ()
+            if any(not kernel.refuse(contract, kernel.knobs(*setting)) for setting in settings):
+                return None
+    return sorted(found)
+
+
+def _worth_trying(kernel: Kernel, contract: Contract, device: arch.Device) -> dict[str, list[Any]]:
+    """The values of each knob in a kernel's space, or in its default rule; empty where it does not serve the contract."""
+    try:
+        settings = kernel.space(contract, device) or (kernel.default(contract, 1, device),)
+    except ValueError:
+        return {}
+    names = [f.name for f in dataclasses.fields(kernel.knobs)]
+    return {name: list(dict.fromkeys(getattr(s, name) for s in settings)) for name in names}
 
 
 def _hashed(value: Any) -> Any:

@@ -4,10 +4,11 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ import msgspec
 
 from gdntune import arch, cupti_records, dispatch, kernels, nvml, store, table
 from gdntune.errors import TableError, ToolMissing
+from gdntune.problem import GATES
 
 LEAST_TORCH = (2, 11)
 
@@ -166,31 +168,48 @@ def _cache() -> Finding:
     return Finding("cache", "ok", str(root), meaning)
 
 
+def put_to_use(device: arch.Device, path: Path | str, ops: Iterable[str]) -> str:
+    """What a user does so that the runtime chooses by a table of a device, in words. ops: those that it has rules for."""
+    names = " and ".join(f"{op}.json" for op in ops)
+    folder = dispatch.user_tables() / device.slug
+    return f"copy it as {names} into {folder}, or set GDNTUNE_TABLE={shlex.quote(str(path))}, or call gdntune.load_table({str(path)!r})"
+
+
 def _tables(index: int) -> list[Finding]:
     meaning = "what the runtime chooses by"
     try:
         device = arch.detect("auto", index)
     except ToolMissing as e:
         return [Finding("tables", "note", "no device to look for", meaning, str(e))]
-    places = [Path(os.environ["GDNTUNE_TABLE"])] if os.environ.get("GDNTUNE_TABLE") else []
-    for folder in (dispatch.user_tables(), dispatch.shipped_tables()):
-        places += sorted((folder / device.slug).glob("*.json"))
-    if not places:
+    ops = ", ".join(GATES)
+    named = [Path(os.environ["GDNTUNE_TABLE"])] if os.environ.get("GDNTUNE_TABLE") else []
+    own, shipped = (
+        sorted((folder / device.slug).glob("*.json")) for folder in (dispatch.user_tables(), dispatch.shipped_tables())
+    )
+    found = [_table(path, device, meaning) for path in (*named, *(p for p in own if p.stem in GATES), *shipped)]
+    if not found:
         remedy = (
             "gdntune sweep CONFIG makes one; until then the nearest device's table or the kernels' default rule is used"
         )
-        return [Finding("tables", "note", f"none for {device.name}", meaning, remedy)]
-    fingerprints = kernels.fingerprints(device.kind)
-    return [_table(path, fingerprints, meaning) for path in places]
+        found.append(Finding("tables", "note", f"none for {device.name}", meaning, remedy))
+    for path in own:
+        if path.stem not in GATES:
+            remedy = f"name it OP.json (OP: {ops})"
+            found.append(Finding("table", "note", f"{path} is not looked for", meaning, remedy))
+    use = f"to use a sweep's table.json, {put_to_use(device, 'PATH', ['OP'])} (OP: {ops})"
+    return [*found, Finding("your own", "ok", use, "how the runtime comes to choose by a table of yours")]
 
 
-def _table(path: Path, fingerprints: dict[str, str], meaning: str) -> Finding:
+def _table(path: Path, device: arch.Device, meaning: str) -> Finding:
     try:
         found = table.load(path)
     except TableError as e:
         return Finding("table", "note", f"{path} cannot be used", meaning, str(e))
-    old = table.stale(found, fingerprints)
     ops = ", ".join(sorted({rule.when.op for rule in found.rules}))
+    if found.device.kind != device.kind:
+        remedy = f"name one of {device.name}, or unset GDNTUNE_TABLE"
+        return Finding("table", "note", f"{path} ({ops}) is of {found.device.name}, and refused here", meaning, remedy)
+    old = table.stale(found, kernels.fingerprints(device.kind))
     if old:
         remedy = f"its {', '.join(old)} was measured with other code than is installed: sweep again"
         return Finding("table", "note", f"{path} ({ops}) is stale", meaning, remedy)

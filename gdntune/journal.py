@@ -7,7 +7,7 @@ import hashlib
 import lzma
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, final
@@ -17,7 +17,7 @@ import msgspec
 
 from gdntune import strict
 from gdntune.arch import Device
-from gdntune.errors import JournalError, Locked, listed
+from gdntune.errors import JournalError, Locked
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.workload import Load
@@ -41,6 +41,7 @@ class Run(_Record, frozen=True, kw_only=True):
     peaks: the DRAM's peak, GB/s, by source (`datasheet`, `nvml`, `measured`). started: ISO 8601, UTC.
     workload: the steps that the cells' rounds were weighed by, absent where there was none.
     regret, keeps_default: how its table is derived, see `derive.derive`; absent where an older version wrote.
+    cells: how many its config asks for, without those that a sweep adds. rounds: its config's final_rounds. Absent as these are.
     """
 
     schema: Literal["gdntune.journal/1"] = "gdntune.journal/1"
@@ -56,6 +57,8 @@ class Run(_Record, frozen=True, kw_only=True):
     workload: tuple[Load, ...] | msgspec.UnsetType = msgspec.UNSET
     regret: float | msgspec.UnsetType = msgspec.UNSET
     keeps_default: bool | msgspec.UnsetType = msgspec.UNSET
+    cells: int | msgspec.UnsetType = msgspec.UNSET
+    rounds: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Build(_Record, frozen=True, kw_only=True):
@@ -129,14 +132,24 @@ _decoder: msgspec.json.Decoder[Run | Build | Check | Trial | Cell] = msgspec.jso
     Run | Build | Check | Trial | Cell
 )
 
-# What must be equal for samples of two processes to stand in one journal, and what to do where it is not.
-_IDENTITY = {
-    "config_sha256": "the config was changed",
-    "device": "another device",
-    "kernels": "the kernels' code was changed",
-    "policy": "another timing policy",
-    "software": "other versions of the software",
+# How the names of a bench's `software` begin where they say whose choices it times, and beside whom.
+TABLE, PEER = "table for ", "peer "
+
+_CONTENT = "content of the config"
+# How a user asks for what must be equal, by how its name begins.
+_ASKED = {
+    "config": "--part, or another config",
+    "rounds": "--rounds, or search.final_rounds of the config",
+    "device": "--device, --index, or another machine",
+    "timer": "--timer, or policy.timer of the config",
+    "l2": "--l2, or policy.l2 of the config",
+    TABLE: "--table, or the table in use",
+    PEER: "--peers, or another version of it",
+    _CONTENT: "it was edited",
+    "code of ": "it was edited",
 }
+# What differs as well wherever something else does, by how its name begins: no news.
+_FOLLOWS = {"command": ("",), "config": (_CONTENT,), "rounds": (_CONTENT,), "device": ("code of ", "timer")}
 
 
 @final
@@ -144,17 +157,19 @@ class Journal:
     """An open journal: `run` (its header), `records` (what it holds, appended ones included), `path`.
 
     Made by `Journal.open`, closed by `close` or as a context manager. The folder is locked until then, or until the
-    process ends, however it does; its children do not hold the lock.
+    process ends, however it does; its children do not hold the lock. What takes long to prepare makes it in two steps:
+    `claim`, which refuses what `open` would refuse, and `begin`.
     """
 
-    def __init__(self, path: Path, descriptor: int, lock: filelock.BaseFileLock, size: int) -> None:
+    def __init__(self, path: Path, run: Run, lock: filelock.BaseFileLock) -> None:
         self.path = path
+        self.run = run
         self.records: list[Record] = []
-        self.run: Run
-        self._descriptor = descriptor
+        self.fresh = True
         self._lock = lock
-        self._size = size
-        self._broken = ""
+        self._descriptor = -1
+        self._size = 0
+        self._broken = f"{path}: the journal was not begun"
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], run: Run) -> "Journal":
@@ -163,49 +178,73 @@ class Journal:
         A torn last line is cut off. The header that stands in the file stays; `run` must agree with it in config, device,
         kernels, policy and software. Raises Locked where another process has the folder open, and JournalError.
         """
+        journal = cls.claim(folder, run)
+        try:
+            journal.begin(run)
+        except BaseException:
+            journal.close()
+            raise
+        return journal
+
+    @classmethod
+    def claim(cls, folder: str | os.PathLike[str], run: Run) -> "Journal":
+        """Locks `folder`, which is made where it is not there, and reads its journal, which stays as it is until `begin`.
+
+        run: the header as far as it is known; of its `policy`, what is not known yet may be left out. Raises as `open` does.
+        `fresh` says whether there was none.
+        """
         folder = Path(folder)
-        path = folder / FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = _acquire(folder)
         except OSError as e:
             raise JournalError(f"{folder}: cannot be written: {_why(e)}; choose a folder on a writable disk") from e
-        journal = None
+        journal = cls(folder / FILE, run, lock)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            journal = cls(path, descriptor, lock, 0)
-            journal._resume(run)
-        except BaseException as e:
-            if journal is None:
-                _release(folder, lock)
-            else:
-                journal.close()
-            if isinstance(e, OSError):
-                raise JournalError(f"{path}: {_why(e)}") from e
+            journal._read(run)
+        except BaseException:
+            journal.close()
             raise
         return journal
 
-    def _resume(self, run: Run) -> None:
-        data = self.path.read_bytes()
+    def _read(self, run: Run) -> None:
+        try:
+            # for writing too, so that a file that cannot be written is refused here
+            with self.path.open("r+b") as file:
+                data = file.read()
+        except FileNotFoundError:
+            return
+        except OSError as e:
+            raise JournalError(f"{self.path}: {_why(e)}; choose another folder (--out)") from e
         whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            os.ftruncate(self._descriptor, len(whole))
-            os.fsync(self._descriptor)
         self._size = len(whole)
         if whole:
+            self.fresh = False
             self.run, self.records = _parse(whole, self.path)
-            if differs := [
-                f"{name} ({why})"
-                for name, why in _IDENTITY.items()
-                if _identity(self.run, name) != _identity(run, name)
-            ]:
-                raise JournalError(
-                    f"{self.path}: of another sweep: {listed(differs)}; give this sweep a folder of its own, "
-                    f"or go back to what the journal was started with ({self.run.config}, {self.run.started})"
-                )
-        else:
-            self.run = self._write((run,))[0]
-            _sync_folder(self.path.parent)
+            self._agree(run)
+
+    def _agree(self, run: Run) -> None:
+        if differs := "; ".join(_differences(self.run, run)):
+            raise JournalError(
+                f"{self.path}: of another {made_by(self.run)}: {differs}. Give this one a folder of its own (--out), or ask for what "
+                f"the journal was started with: {self.run.command or self.run.config} ({self.run.started})"
+            )
+
+    def begin(self, run: Run) -> None:
+        """Opens a claimed journal for writing. run: the whole header, which a fresh one gets."""
+        if not self.fresh:
+            self._agree(run)
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            if os.fstat(self._descriptor).st_size > self._size:
+                os.ftruncate(self._descriptor, self._size)
+                os.fsync(self._descriptor)
+            self._broken = ""
+            if self.fresh:
+                self.run = self._write((run,))[0]
+                _sync_folder(self.path.parent)
+        except OSError as e:
+            raise JournalError(f"{self.path}: {_why(e)}") from e
 
     def append(self, record: Record) -> None:
         """Writes one record and waits until it is on the disk. A failed write leaves the file as it was: JournalError."""
@@ -255,10 +294,11 @@ class Journal:
 
     def close(self) -> None:
         """Closes the file and releases the lock. May be called twice."""
+        self._broken = f"{self.path}: the journal was closed"
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-            self._broken = f"{self.path}: the journal was closed"
+        if self._lock.is_locked:
             _release(self.path.parent, self._lock)
 
     def __enter__(self) -> "Journal":
@@ -283,6 +323,16 @@ def read(path: str | os.PathLike[str]) -> tuple[Run, list[Record]]:
     except OSError as e:
         raise JournalError(f"{path}: {_why(e)}; accepted is a sweep's folder, its {FILE}, or that as .xz") from e
     return _parse(data[: data.rfind(b"\n") + 1], path)
+
+
+def made_by(run: Run) -> Literal["sweep", "bench"]:
+    """The command that wrote a journal: a bench names whose choices it times."""
+    return "bench" if any(name.startswith(TABLE) for name in run.software) else "sweep"
+
+
+def timed(records: Iterable[Record]) -> set[Problem]:
+    """The problems of cells that have times. What failed is tried again when its sweep goes on."""
+    return {r.problem for r in records if isinstance(r, Cell) and r.status == "ok"}
 
 
 def encode(record: Any) -> bytes:
@@ -329,11 +379,34 @@ def _parse(data: bytes, path: Path) -> tuple[Run, list[Record]]:
     return records[0], records[1:]
 
 
-def _identity(run: Run, name: str) -> Any:
-    value = getattr(run, name)
-    if name == "device":  # a measured peak differs from run to run
-        return msgspec.structs.replace(value, peak_gb_s=None, peak_source="unknown")
-    return value
+def _identity(run: Run) -> dict[str, str]:
+    """What must be equal for samples of two processes to stand in one journal, by the name that a user knows it by."""
+    d = run.device  # less its peak: a measured one differs from run to run
+    return {
+        "command": f"gdntune {made_by(run)}",
+        "config": run.config,
+        **({} if run.rounds is msgspec.UNSET else {"rounds": str(run.rounds)}),
+        _CONTENT: f"sha256 {run.config_sha256[:16]}",
+        "device": f"{d.name}, {d.arch}, {d.sm_count} SMs, {d.l2_bytes} bytes of L2, {d.memory_bytes} of memory",
+        **run.policy,
+        **{f"code of {name}": code for name, code in run.kernels.items()},
+        **run.software,
+    }
+
+
+def _differences(there: Run, here: Run) -> Iterator[str]:
+    """What keeps the samples of two runs apart, each with how a user asks for it; `there` is the journal's header."""
+    old, new = _identity(there), _identity(here)
+    # older journals have no rounds, and a policy may be known later
+    names = [
+        n
+        for n in old | new
+        if old.get(n) != new.get(n) and (n not in ("rounds", "timer", "l2") or n in old.keys() & new)
+    ]
+    for name in names:
+        if not any(name.startswith(_FOLLOWS.get(other, ())) for other in names if other != name):
+            how = next((f" ({asked})" for start, asked in _ASKED.items() if name.startswith(start)), "")
+            yield f"{name}: {old.get(name, 'none')} in the journal, {new.get(name, 'none')} now{how}"
 
 
 class _Holder(msgspec.Struct, frozen=True):

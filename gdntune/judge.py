@@ -4,7 +4,7 @@ import fnmatch
 import math
 import os
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -113,9 +113,10 @@ class Total(msgspec.Struct, frozen=True):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """A table, or what was derived, judged on a journal's cells. `about` says which table, and on what.
+    """A table, or what was derived, judged on those of a journal's cells that it has a rule for. `about` says which table, and on what.
 
-    flashinfer: of our variants those that are nearest to what FlashInfer's thresholds name, see `thresholds`.
+    flashinfer: of our variants those that are nearest to what FlashInfer's thresholds name, see `thresholds`. without_rule: the
+    journal's other cells, which the default rule serves.
     """
 
     about: str
@@ -124,6 +125,7 @@ class Judgement(msgspec.Struct, frozen=True):
     flashinfer: Total
     cells: tuple[JudgedCell, ...]
     notes: tuple[str, ...] = ()
+    without_rule: int = 0
 
     def above(self, limit: float) -> list[JudgedCell]:
         """The cells whose regret is above the larger of `limit` and 32 ns, or that could not be judged."""
@@ -136,13 +138,25 @@ def judge(
     """The regret of a table, and of the default rule, at a journal's cells, or at those of `only`.
 
     At each cell the best is the least mean of the final samples there. A choice that was no leader is judged by the screen's
-    medians against the best's, one that was not timed not at all, and both are counted. Where no rule serves a contract the table's
-    choice is the default rule's, as at run time.
+    medians against the best's, one that was not timed not at all, and both are counted. Contracts that the runtime would find no
+    rule for are not judged: what serves them is the default rule, which is no word of the table's. Raises UnsupportedProblem where
+    none is left, or the table is of another kind of device.
     """
-    cells = [c for c in timed_cells(records) if only is None or c.problem in only]
+    if table.device.kind != run.device.kind:
+        raise UnsupportedProblem(
+            f"{about or 'the table'} was measured on {table.device.name}, of kind {table.device.kind}, the journal on {run.device.name}: "
+            f"accepted is a table of kind {run.device.kind}"
+        )
+    cells = by_work_units(c for c in timed_cells(records) if only is None or c.problem in only)
+    if not cells:
+        raise UnsupportedProblem("no cell to judge on: accepted are journals with final samples of checked variants")
     found: list[JudgedCell] = []
-    for contract, timed in sorted(by_work_units(cells).items()):
+    unserved: dict[Contract, int] = {}
+    for contract, timed in sorted(cells.items()):
         at = _rule(table, contract, run.device)
+        if at is None:
+            unserved[contract] = len(timed)
+            continue
         for cell in timed:
             default = default_id(contract, cell.work_units, run.device)
             found.append(
@@ -151,14 +165,30 @@ def judge(
                     work_units=cell.work_units,
                     best=cell.best,
                     best_us=round(cell.best_us, 3),
-                    table=judged(cell, at(cell.work_units) or default),
+                    table=judged(cell, at(cell.work_units)),
                     default=judged(cell, default),
                     flashinfer=judged(cell, flashinfers(cell, run.device)),
                 )
             )
+    without = sum(unserved.values())
     if not found:
-        raise UnsupportedProblem("no cell to judge on: accepted are journals with final samples of checked variants")
-    return judgement(about, found, _notes(table, run))
+        raise UnsupportedProblem(
+            f"{about or 'the table'} has no rule for any of the journal's {without} cells ({_such_as(unserved)}): the default rule serves "
+            f"them, and there is nothing to judge; accepted is a journal of its own contracts ({_such_as(r.when for r in table.rules)})"
+        )
+    notes = _notes(table, run)
+    if without:
+        notes.append(
+            f"the table has no rule for {without} of the journal's {without + len(found)} cells ({_such_as(unserved)}): the default rule "
+            "serves them, and they are not judged here"
+        )
+    return msgspec.structs.replace(judgement(about, found, notes), without_rule=without)
+
+
+def _such_as(contracts: Iterable[Contract]) -> str:
+    """How many contracts, and the first of them."""
+    keys = [c.key() for c in contracts]
+    return keys[0] if len(keys) == 1 else f"{len(keys)} contracts, such as {keys[0]}"
 
 
 def held_out(records: Sequence[Record], run: Run) -> Judgement:
@@ -206,13 +236,16 @@ def judged(cell: Timed, name: str | None) -> Choice:
     return Choice(name, None, "none") if found is None else Choice(name, round(found[0], 6), found[1])
 
 
-def _rule(table: Table, contract: Contract, device: Device) -> Callable[[int], str | None]:
-    """What a table names at some work units, by the nearest rule whose variants can all serve the contract, as at run time."""
+def _rule(table: Table, contract: Contract, device: Device) -> Callable[[int], str] | None:
+    """What a table names at some work units, by the nearest rule whose variants can all serve the contract, as at run time.
+
+    None where there is no such rule. The contract's own counts whatever is installed: it says what was chosen for these samples.
+    """
     for rule in table.ranked(contract):
         own = all(getattr(rule.when, name) == getattr(contract, name) for name in TUNING)
         if own or all(_serves(table, i.variant, contract, device) for i in rule.intervals):
             return lambda work_units, rule=rule: rule.at(work_units).variant  # type: ignore[misc]
-    return lambda _: None
+    return None
 
 
 def _serves(table: Table, name: str, contract: Contract, device: Device) -> bool:

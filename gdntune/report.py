@@ -24,7 +24,7 @@ from gdntune.render.document import Document
 from gdntune.render.html import html
 from gdntune.render.markdown import markdown
 from gdntune.render.panels import Fact, Panel, facts, panel
-from gdntune.render.peers import compared
+from gdntune.render.peers import compared, is_theirs
 from gdntune.render.sections import Letters, bases, document, of_contract
 from gdntune.timing import summary
 
@@ -74,7 +74,7 @@ NOTHING = "-"
 class Source(NamedTuple):
     """One sweep. name: its config's, numbered where several runs share it. table: None where no cell has a choice.
 
-    defaults: what the default rule chose at a cell when it was timed, where the journal has it.
+    defaults: what the default rule chose at a cell when it was timed, where the journal has it. regret: what the report was asked for.
     """
 
     name: str
@@ -84,11 +84,27 @@ class Source(NamedTuple):
     digest: str
     notes: tuple[str, ...]
     defaults: dict[Problem, str]
+    regret: float | None = None
 
     @property
     def peak_gb_s(self) -> float | None:
         """The DRAM's peak that shares are of: the device's, else the measured one."""
         return self.run.device.peak_gb_s or self.run.peaks.get("measured")
+
+    @property
+    def left(self) -> int:
+        """How many of the cells that the config asks for were not tried to the end; 0 where an older journal does not say."""
+        if self.run.cells is msgspec.UNSET:
+            return 0
+        own = {r.problem for r in self.records if isinstance(r, Cell) and r.purpose is msgspec.UNSET}
+        return max(0, self.run.cells - len(own))
+
+    @property
+    def cells(self) -> int:
+        """How many cells were asked for: by the config, as far as the journal says, and those that the sweep added."""
+        closed = {r.problem for r in self.records if isinstance(r, Cell)}
+        seen = {r.problem for r in self.records if isinstance(r, (Cell, Trial))}
+        return max(len(seen), len(closed) + self.left)
 
 
 class Report:
@@ -147,9 +163,9 @@ class Report:
                 panels[source.name, base.key()] = panel(title, part, its, source.table, letters, default, self.baseline)
             for p in self.publications:
                 panels[against.subject(source, p)] = against.panel(source, self.frame, p)
-            checks = Counter[str](r.status for r in source.records if isinstance(r, Check))
+            checks = Counter[str](r.status for r in source.records if isinstance(r, Check) and not is_theirs(r))
             name = source.name if len(self.sources) > 1 else ""
-            numbers += facts(name, mine, len(_counted(source.records)), checks, compared(mine, source.records))
+            numbers += facts(name, mine, source.cells, checks, compared(mine, source.records))
         return html(text, numbers, panels)
 
     def terminal(self, console: "Console", *, details: bool = False) -> None:
@@ -207,7 +223,7 @@ def _source(name: str, path: Path, run: Run, records: list[Record], regret: floa
             notes.append(f"no table could be made: {e}")
     cells = (r for r in records if isinstance(r, Cell))
     defaults = {r.problem: r.default_variant for r in cells if isinstance(r.default_variant, str)}
-    return Source(name, run, records, found, digest, tuple(notes), defaults)
+    return Source(name, run, records, found, digest, tuple(notes), defaults, regret)
 
 
 def frame(sources: Sequence[Source]) -> "pd.DataFrame":

@@ -4,7 +4,6 @@ The parent compiles and journals; workers, a process for each device, check and 
 itself alone. What is in the journal is not done again.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -16,11 +15,11 @@ import msgspec
 from gdntune import cells, executors, kernels, session, sol, trials
 from gdntune.arch import Device, cpu_threads, software
 from gdntune.build import SPILL_LIMIT_BYTES, Built, compile_objects
-from gdntune.config import Config
-from gdntune.derive import derive
+from gdntune.config import Config, same
+from gdntune.derive import derive, marked
 from gdntune.errors import JournalError, MeasurementError, UnsupportedProblem, listed
 from gdntune.executors import Crashed, Worker
-from gdntune.journal import FILE, Build, Cell, Check, Journal, Record, Run, Trial, now
+from gdntune.journal import Build, Cell, Check, Journal, Record, Run, Trial, now, timed
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.store import Store, object_spec
@@ -55,23 +54,41 @@ def run_header(
     config: Config,
     device: Device,
     policy: Policy,
-    peaks: Mapping[str, float],
     command: str,
+    cells: int,
     origins: Mapping[str, str] | None = None,
 ) -> Run:
-    """A journal's first line. policy: as resolved. origins: what else must be equal for two runs to share a journal, by name."""
+    """A journal's first line as far as it is known before anything runs; `resolved` completes it.
+
+    origins: what else must be equal for two runs to share a journal, by name. Raises UnsupportedProblem for a timer that a CPU
+    cannot have; on CUDA the timing process finds out.
+    """
+    if device.kind == "cpu":
+        policy, _ = policy.resolve(device)
     return Run(
         config=config.name,
         config_sha256=config.sha256,
         device=device,
         software={**software(), **(origins or {})},
-        policy={"timer": policy.timer, "l2": policy.l2},
+        policy=_known(policy),
         kernels=kernels.fingerprints(device.kind),
-        peaks={name: round(value, 1) for name, value in peaks.items()},
         started=now(),
         command=command,
         workload=config.search.workload if isinstance(config.search.workload, tuple) else msgspec.UNSET,
+        cells=cells,
+        rounds=config.search.final_rounds,
     )
+
+
+def resolved(header: Run, policy: Policy, peaks: Mapping[str, float]) -> Run:
+    """A header with the policy in force and the measured peaks."""
+    return msgspec.structs.replace(
+        header, policy=_known(policy), peaks={name: round(value, 1) for name, value in peaks.items()}
+    )
+
+
+def _known(policy: Policy) -> dict[str, str]:
+    return {name: x for name, x in (("timer", policy.timer), ("l2", policy.l2)) if x != "auto"}
 
 
 def sweep(
@@ -122,30 +139,27 @@ class _Sweep:
         self.workers: list[Worker] = []
 
     def run(self) -> Outcome:
-        self.config.check_kernels(
-            {k.name: tuple(f.name for f in dataclasses.fields(k.knobs)) for k in kernels.KERNELS.values()}
-        )
+        self.config.check_kernels(kernels.KERNELS)
+        if not self.config.parts:
+            # of a config's parts others may have been left out, whose contracts a value serves
+            self.config.check_knobs(kernels.KERNELS)
         cells.listed_held_out(self.config)
-        if self.device.kind == "cpu":
-            # a timer that this device cannot have is refused before anything is compiled; on CUDA the timing process finds out
-            self.policy.resolve(self.device)
-        # compiled before the journal is opened: the timing process needs the flush kernel to say what policy it can keep
-        self.built = built = self._compile()
+        header = run_header(self.config, self.device, self.policy, self.command, len(self.config.problems()))
+        header = msgspec.structs.replace(header, regret=self.config.search.regret, keeps_default=True)
         with ExitStack() as stack:
+            # a place that cannot be had is refused before anything is compiled; the journal is begun after that, since the timing
+            # process needs the flush kernel to say what policy it can keep
+            journal = stack.enter_context(Journal.claim(self.folder, header))
+            self.built = built = self._compile()
             self.workers = self._workers(built)
             for worker in self.workers:
                 stack.callback(worker.close)
-            policy, peaks = self._resolved()
-            header = msgspec.structs.replace(
-                run_header(self.config, self.device, policy, peaks, self.command),
-                regret=self.config.search.regret,
-                keeps_default=True,
-            )
-            with Journal.open(self.folder, header) as journal:
-                self._journal_builds(journal, built)
-                self._check_all(journal)
-                self._time_all(journal)
-                return self._finish(journal)
+            policy, peaks = self._resolved(journal.fresh)
+            journal.begin(resolved(header, policy, peaks))
+            self._journal_builds(journal, built)
+            self._check_all(journal)
+            self._time_all(journal)
+            return self._finish(journal)
 
     # -- workers
 
@@ -162,10 +176,10 @@ class _Sweep:
             )
         return [executors.Child(start, f"{self.device.kind}:{start.index}") for start in starts]
 
-    def _resolved(self) -> tuple[Policy, dict[str, float]]:
-        """The policy in force and the measured peaks, by the first worker; several must be of one kind."""
+    def _resolved(self, measure: bool) -> tuple[Policy, dict[str, float]]:
+        """The policy in force and the peaks, measured where asked for, by the first worker; several must be of one kind."""
         first, others = self.workers[0], self.workers[1:]
-        policy, note, peaks = self._asked(first, session.resolve_task, not (self.folder / FILE).exists())
+        policy, note, peaks = self._asked(first, session.resolve_task, measure)
         self.notes += [note] if note else []
         if others or self.executor != "local":
             here = {**session.identity(self.device), "timing policy": f"{policy.timer}, {policy.l2}"}
@@ -199,13 +213,13 @@ class _Sweep:
         return {b.spec.key: b for b in built}
 
     def _journal_builds(self, journal: Journal, built: dict[str, Built]) -> None:
-        seen = {(r.object_key, r.reason) for r in journal.records if isinstance(r, Build)}
+        seen = {r.object_key: r.reason for r in journal.records if isinstance(r, Build)}
         fresh: list[Record] = []
         for key, b in built.items():
             m, reason = b.manifest, b.reason
             if m and (m.spill_bytes or 0) > SPILL_LIMIT_BYTES:
                 reason = f"spills {m.spill_bytes} bytes a thread: more than {SPILL_LIMIT_BYTES} are not timed"
-            if (key, reason) in seen:
+            if seen.get(key) == reason:
                 continue
             fresh.append(
                 Build(
@@ -273,7 +287,10 @@ class _Sweep:
     def _time_all(self, journal: Journal) -> None:
         """The config's cells, then those between two that choose otherwise, then those that the table is judged at."""
         self._note_untimed()
+        self._note_untried()
         self._time(journal, "time", self.config.problems(), msgspec.UNSET, chosen_by(self.judged))
+        # those that failed when this journal was last written to; `crossovers` names none twice
+        self._time(journal, "bisect", marked(journal.records, "bisection"), "bisection", _nothing)
         while more := cells.crossovers(self.config, journal.records, journal.run):
             self._time(journal, "bisect", more, "bisection", _nothing)
         if aside := cells.held_out(self.config, journal.records):
@@ -293,6 +310,19 @@ class _Sweep:
                 + listed(sorted({name for _, name in missing}))
             )
 
+    def _note_untried(self) -> None:
+        """Notes the values of the config's `kernels` that no variant has here; they are legal, but not worth trying."""
+        mine = {k.name for k in kernels.serving(self.device, "decode")}
+        tried: dict[str, bool] = {}
+        for part in self.config.each_part():
+            variants = [v for c in part.own_contracts() for v in self.plan[c][0]]
+            for kernel, knob, value in part.values():
+                here = any(v.kernel == kernel and same(v.knobs[knob], value) for v in variants)
+                if kernel in mine:
+                    tried[f"{kernel}.{knob}={value}"] = here or tried.get(f"{kernel}.{knob}={value}", False)
+        if missing := [name for name, found in tried.items() if not found]:
+            self.notes.append(f"{len(missing)} values of the config's kernels are tried nowhere: {listed(missing)}")
+
     def _choices(self, journal: Journal) -> Choices:
         """What the table chooses that the journal's cells give so far."""
         try:
@@ -309,8 +339,8 @@ class _Sweep:
         purpose: Purpose,
         judged: Choices,
     ) -> None:
-        """Times cells. judged: what is timed to the end at each, beside the default rule's choice and the leaders."""
-        done = {r.problem for r in journal.records if isinstance(r, Cell)}
+        """Times those cells that have no times. judged: what is timed to the end, beside the default rule's choice and the leaders."""
+        done = timed(journal.records)
         todo = [p for p in problems if p not in done]
         if len(self.workers) > 1:
             # the longest first, so that no worker is left with one while the others are done
@@ -383,7 +413,8 @@ def _parts(variants: Sequence[Variant], n: int) -> Iterator[Sequence[Variant]]:
 
 
 def failures(records: Sequence[Record]) -> list[str]:
-    """One line for each kind of failure, with its count and first reason."""
+    """One line for each kind of failure, with its count and first reason; what was done again counts as it ended last."""
+    last = {_subject(r): r for r in records}
     lines = []
     for kind, name in (
         (Build, "did not compile"),
@@ -391,9 +422,16 @@ def failures(records: Sequence[Record]) -> list[str]:
         (Trial, "failed while timed"),
         (Cell, "cells have no times"),
     ):
-        failed = [r for r in records if isinstance(r, kind) and r.status != "ok"]
+        failed = [r for r in last.values() if isinstance(r, kind) and r.status != "ok"]
         if failed:
             what = getattr(failed[0], "variant", "")
             label = what.id if isinstance(what, Variant) else what
             lines.append(f"{len(failed)} {name}; the first: {label} {failed[0].reason[:300]}".replace("  ", " "))
     return lines
+
+
+def _subject(record: Record) -> object:
+    """What a later record of the same replaces; a trial that failed stays one, whatever others do."""
+    if isinstance(record, Build):
+        return record.object_key
+    return record.problem if isinstance(record, Cell) else id(record)

@@ -7,8 +7,9 @@ import bisect
 import contextlib
 import math
 import os
+import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ import msgspec
 
 from gdntune import strict
 from gdntune.arch import Device
-from gdntune.errors import TableError, UnsupportedProblem, listed
+from gdntune.errors import JournalError, TableError, UnsupportedProblem, listed
 from gdntune.kernels.spec import Variant
 from gdntune.problem import ITEMSIZE, Contract, contract_fault
 from gdntune.sol import Bound
@@ -29,6 +30,8 @@ _REQUIRED = ("op", "K", "V", "layout")
 # What decides time, the first the most; the other fields (dtypes of small tensors, gate and beta) are not looked at for an exact match.
 _NEARNESS = ("state_dtype", "intermediate", "mode", "tokens", "ragged", "pool", "accepted")
 TUNING = _REQUIRED + _NEARNESS
+# How a journal begins, or one that xz packed.
+_JOURNALS = (b'{"kind":"run"', b"\xfd7zXZ")
 _INDIFFERENT = tuple(name for name in Contract.__struct_fields__ if name not in TUNING)
 
 
@@ -170,11 +173,12 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             at = (
                 "there"
                 if seen.work_units == work_units
-                else f"at the nearest measured cell, {seen.work_units} work units"
+                else f"at the nearest measured cell ({seen.work_units} work units)"
             )
-            reason += f"; {at} it took {seen.time_us:.4g} us, {seen.regret:.1%} over the best"
+            # A regret is of means, which decide; the runner-up has a median alone.
+            reason += f"; {at} its mean is {seen.mean_us:.4g} us, {seen.regret:.1%} over the best mean; medians: {seen.time_us:.4g} us"
             if seen.runner_up is not None and seen.runner_up_us is not None:
-                reason += f" (next: {seen.runner_up}, {seen.runner_up_us:.4g} us)"
+                reason += f", of the next ({seen.runner_up}) {seen.runner_up_us:.4g} us"
         return {
             **asked,
             "match": "nearest" if differs else "exact",
@@ -192,11 +196,32 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def load(path: str | os.PathLike[str]) -> Table:
     """The table in a file; TableError where it cannot be read or trusted."""
+    if os.path.isdir(path):
+        raise TableError(
+            f"{path} is a folder, a table is wanted: give the file, {Path(path) / 'table.json'} if a sweep wrote it"
+        )
     try:
         data = Path(path).read_bytes()
     except OSError as e:
         raise TableError(f"{path}: {e.strerror or e}; accepted is a JSON file that `gdntune sweep` wrote") from e
+    if data.startswith(_JOURNALS):
+        raise TableError(f"{path} is a journal, a table is wanted: `gdntune replay {path} -o table.json` makes its own")
     return validate(data, str(path))
+
+
+def refuse_tables(paths: Iterable[Path]) -> None:
+    """JournalError for a table where a journal is wanted: it says which file to give. What else a file may be, its reader says."""
+    for path in paths:
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if not re.match(rb'\s*{\s*"schema"\s*:\s*"gdntune\.table/', file.read(200)):
+                continue
+            beside = path.with_name("journal.jsonl")
+            give = (
+                f"give {beside}"
+                if beside.exists()
+                else f"give that of its sweep; `gdntune table show {path}` says which that was"
+            )
+            raise JournalError(f"{path} is a table, a journal is wanted: {give}")
 
 
 def validate(data: bytes, source: str = "<table>") -> Table:

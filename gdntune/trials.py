@@ -1,6 +1,7 @@
 """One contract's checks, or one cell's times, on one worker, as records: tries again, and finds the variants that take a process down."""
 
 import contextlib
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +21,10 @@ CHECK_EACH_S = 2.0
 CELL_GRACE_S = 120.0
 # A throttled cell, and one whose times cannot be true, is timed again.
 RETRIES = 1
+# How torch, CUDA and the system say that there was no memory; an illegal access is of another kind.
+_NO_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|MemoryError|not enough memory|(can't|cannot) allocate", re.IGNORECASE
+)
 
 
 def check(worker: Worker, contract: Contract, variants: Sequence[Variant]) -> list[Check]:
@@ -105,7 +110,8 @@ def time(worker: Worker, plan: Plan, retries: int = RETRIES) -> list[Record]:
 def _culprits(worker: Worker, plan: Plan, whole: Crashed, limit: float, retries: int) -> list[Record]:
     """After a cell took its process down: finds the variants that do so alone, records them, times the rest.
 
-    Where none does so, something else ended the process (the system, short of memory; a kill): the cell is timed again.
+    Where none does so, something else ended the process (the system, short of memory; a kill): the cell is timed again. Where each of
+    them finds no memory, the cell is too large for what is free, and no variant is to blame.
     """
     quick = msgspec.structs.replace(plan.search, screen_rounds=2, final_rounds=2, keep=1)
     bad: dict[str, Crashed] = {}
@@ -119,6 +125,8 @@ def _culprits(worker: Worker, plan: Plan, whole: Crashed, limit: float, retries:
         return time(worker, plan, retries - 1)
     if not bad:
         return [plan.cell(worker, "failed", reason=f"{whole.reason}; no variant does so alone")]
+    if len(bad) == len(plan.variants) and all(_NO_MEMORY.search(crash.reason) for crash in bad.values()):
+        return [plan.cell(worker, "failed", reason=whole.reason)]
     trials: list[Record] = [
         Trial(problem=plan.problem, variant=v, stage="screen", status=bad[v.id].status, reason=bad[v.id].reason)  # type: ignore[arg-type]
         for v in plan.variants

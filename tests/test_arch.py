@@ -93,6 +93,15 @@ def test_target_is_a_known_model():
         arch.target("sm_42")
 
 
+@pytest.mark.parametrize("given, meant", [("sm_90", "sm_90a"), ("sm_100", "sm_100a"), ("sm90a", "sm_90a")])
+def test_a_near_arch_is_named(given, meant):
+    """Fault: `--arch sm_90` was said to have no stand-in, and not that sm_90a is meant."""
+    with pytest.raises(
+        UnknownName, match=rf"'{given}' \(did you mean `{meant}`\?\): accepted are sm_80, .*, .* cpu and native"
+    ):
+        arch.target(given)
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [

@@ -8,16 +8,17 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from gdntune import arch, bench, config, judge, kernels, report, table
+from gdntune import arch, bench, bench_session, config, judge, kernels, report, table
 from gdntune.cli import app
 from gdntune.derive import derive
-from gdntune.errors import JournalError, UnknownName
-from gdntune.journal import Cell, Check, Trial, digest, read
+from gdntune.errors import JournalError, Locked, MeasurementError, UnknownName
+from gdntune.journal import Cell, Check, Journal, Trial, digest, read
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Problem
 from gdntune.render.words import ratio
 from gdntune.store import Store
 from gdntune.table import Interval, Rule, TableVariant
+from gdntune.timing import Policy
 
 TINY = """
 name: tiny
@@ -115,10 +116,48 @@ def test_a_finished_bench_does_nothing_again(benched, store):
     before = (folder / "journal.jsonl").read_bytes()
     assert run(folder, store, "fakes.library").timed == 4
     assert (folder / "journal.jsonl").read_bytes() == before
-    with pytest.raises(JournalError, match="software"):
+    with pytest.raises(JournalError, match=r"another bench: peer fla: none in the journal, .* now \(--peers, .*--out"):
         run(folder, store, "fakes.library", "fla")
-    with pytest.raises(JournalError, match="config"):
+    with pytest.raises(JournalError, match=r"another bench: rounds: 6 in the journal, 7 now \(--rounds, .*--out"):
         run(folder, store, "fakes.library", rounds=7)
+    with pytest.raises(JournalError, match=r"another bench: l2: warm in the journal, cold-clean now \(--l2, "):
+        run(folder, store, "fakes.library", policy=Policy())
+
+
+def test_a_place_is_looked_at_before_anything_is_compiled(benched, store, tmp_path, monkeypatch):
+    """Fault: a folder of another bench, in use, or that cannot be written was refused after everything was compiled."""
+    folder, outcome = benched
+    monkeypatch.setattr(bench, "compile_objects", lambda *_, **__: pytest.fail("compiled"))
+    with pytest.raises(JournalError, match="rounds: 6 in the journal, 7 now"):
+        run(folder, store, "fakes.library", rounds=7)
+    with Journal.open(folder, outcome.run), pytest.raises(Locked):
+        run(folder, store, "fakes.library")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match="cannot be written"):
+        run(tmp_path / "file", store, "fakes.library")
+
+
+def lost_records(start, problem, *rest):
+    """A timer that lost its records at one cell; runs in the timing process."""
+    if (problem.B, problem.contract.tokens) == (3, 1):
+        raise MeasurementError("3 of 12 segments have no record")
+    return honest_time_task(start, problem, *rest)
+
+
+honest_time_task = bench_session.time_task
+
+
+def test_a_failed_cell_is_tried_again(monkeypatch, store, tmp_path):
+    """Fault: a cell that failed counted as done. The same bench times it once more, and that alone."""
+    with monkeypatch.context() as patched:
+        patched.setattr(bench_session, "time_task", lost_records)
+        first = run(tmp_path, store)
+    assert first.timed == 3 and any("1 cells have no times" in note for note in first.notes)
+    again = run(tmp_path, store)
+    assert {r.problem.B for r in again.records[len(first.records) :]} == {3}
+    assert [r.status for r in again.records if isinstance(r, Cell)].count("ok") == again.timed == 4
+    assert again.notes == [] and again.run.cells == 4
+    assert run(tmp_path, store).records == again.records
 
 
 def test_the_report_compares(benched):

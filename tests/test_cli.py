@@ -1,6 +1,7 @@
 """gdntune/cli.py: every command has help, wrong use is one message and exit code 2, and the main job runs whole."""
 
 import json
+import lzma
 import os
 import shutil
 import subprocess
@@ -136,6 +137,28 @@ def test_malformed_config(tmp_path, monkeypatch, command, changes, parts):
     path = config(tmp_path, **changes)
     extra = ("--arch", "cpu") if command == "compile" else ()
     assert refused(run(command, path, *extra), str(path), *parts)
+    assert [p.name for p in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+@pytest.mark.parametrize("command", ["sweep", "bench", "compile"])
+def test_knobs_that_no_variant_has(tmp_path, monkeypatch, command):
+    """Fault: kernels, knobs and values that are not there were found by no command but `sweep`, values by none."""
+    monkeypatch.chdir(tmp_path)
+    extra = ("--arch", "cpu") if command == "compile" else ("--device", "cpu")
+    for wanted, said in (
+        ({"recurrent": {"lanes": [7]}}, "$.kernels.recurrent.lanes lists 7, which no legal variant has"),
+        (
+            {"cpu_recurrent": {"tile_v": [16, 24]}},
+            "tile_v lists 24, which no legal variant has at the contracts: accepted are 16, 32",
+        ),
+        ({"cpu_recurent": {}}, "unknown key `cpu_recurent` (did you mean `cpu_recurrent`?)"),
+    ):
+        assert refused(run(command, config(tmp_path, kernels=wanted), *extra), said)
+    # the values of a part that is left out count: they are of the same file
+    parts = [{"name": "one"}, {"name": "four", "tokens": [4]}]
+    path = config(tmp_path, kernels={"recurrent": {"heads": [True]}, "cpu_recurrent": {}}, parts=parts)
+    monkeypatch.setattr(search, "sweep", lambda *_, **__: 1 / 0)
+    assert isinstance(run("sweep", path, "--part", "four", "--device", "cpu").exception, ZeroDivisionError)
     assert [p.name for p in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
@@ -401,6 +424,51 @@ def test_compare(folder, tmp_path):
     result = run("compare", folder, other, "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["counts"] == {"FASTER": 0, "SLOWER": 18, "SAME": 0, "UNCLEAR": 0}
+
+
+@pytest.mark.parametrize(
+    "command", [["report"], ["replay"], ["judge", "TABLE"], ["judge"], ["compare", "FOLDER"]], ids=" ".join
+)
+def test_a_table_is_no_journal(folder, tmp_path, command):
+    """Fault: a table where a journal is wanted was called a broken one, to be restored. It says which file to give."""
+    path = folder / "table.json"
+    words = [{"TABLE": path, "FOLDER": folder}.get(word, word) for word in command]
+    assert refused(run(*words, path), f"{path} is a table, a journal is wanted: give {folder / 'journal.jsonl'}")
+    alone = tmp_path / "t.json"
+    alone.write_bytes(path.read_bytes())
+    assert refused(run(*words, alone), "is a table, a journal is wanted: give that of its sweep; `gdntune table show")
+
+
+def test_a_journal_is_no_table(folder, tmp_path):
+    """Where a table is wanted, a journal and a folder are called what they are, and the way to a table is said."""
+    path, packed = folder / "journal.jsonl", tmp_path / "j.jsonl.xz"
+    packed.write_bytes(lzma.compress(path.read_bytes()))
+    for journal in (path, packed):
+        assert refused(
+            run("judge", journal, folder), f"is a journal, a table is wanted: `gdntune replay {journal} -o table.json`"
+        )
+    assert refused(
+        run("judge", folder, folder), f"{folder} is a folder, a table is wanted: give the file, {folder / 'table.json'}"
+    )
+
+
+def test_nothing_to_report(tmp_path):
+    """Fault: a run without a cell was reported in odd words. It is one message; where something failed, that is reported."""
+    header = synthetic.run(peaks={})
+    checks = [r for r in synthetic.records(header) if isinstance(r, Check)]
+    for name, found in (("header", []), ("checks", checks)):
+        empty = synthetic.write(tmp_path / name, header, found, with_table=False)
+        for form in ("terminal", "md", "csv"):
+            assert refused(
+                run("report", empty, "--format", form),
+                f"{empty}: no cell was timed yet",
+                f"goes on there: {header.command}",
+            )
+    (empty / "journal.jsonl").write_bytes(b"")
+    assert refused(run("report", empty), "holds no whole line")
+    wrong = Check(contract=checks[0].contract, variant="a", status="failed", reason="off by one")
+    text = run("report", synthetic.write(tmp_path / "wrong", header, [*checks, wrong], with_table=False)).stdout
+    assert "off by one" in text
 
 
 def test_table_diff_and_merge(folder, tmp_path):

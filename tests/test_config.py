@@ -33,7 +33,8 @@ def test_shipped_configs_are_legal(path):
     assert [problem_fault(p) for p in problems if problem_fault(p)] == []
     keys = [(p.contract, p.work_units) for p in problems]
     assert keys == sorted(set(keys))
-    c.check_kernels({k.name: k.knobs.__dataclass_fields__ for k in kernels.KERNELS.values()})
+    c.check_kernels(kernels.KERNELS)
+    c.check_knobs(kernels.KERNELS)
 
 
 @pytest.mark.parametrize("name, heads", [("qwen3-next-80b-a3b", 32), ("qwen3.5-397b-a17b", 64)])
@@ -447,15 +448,58 @@ def test_kernels_of_parts_restrict_their_contracts():
 
 def test_check_kernels_names_the_nearest():
     """A kernel or knob that is not there is refused with what is."""
-    known = {"recurrent": ("tile_v", "ilp")}
+    known = {"recurrent": kernels.get("recurrent")}
     read(kernels={"recurrent": {"ilp": [1]}}).check_kernels(known)
     with pytest.raises(ConfigError, match=r"\$.kernels has the unknown key `recurent` \(did you mean `recurrent`\?\)"):
         read(kernels={"recurent": {}}).check_kernels(known)
-    with pytest.raises(ConfigError, match=r"\$.kernels.recurrent has the unknown key `tile`.*accepted are tile_v, ilp"):
+    with pytest.raises(
+        ConfigError, match=r"\$.kernels.recurrent has the unknown key `tile`.*accepted are tile_v, ilp, vec"
+    ):
         read(kernels={"recurrent": {"tile": [1]}}).check_kernels(known)
     parts = [{"name": "a"}, {"name": "b", "kernels": {"recurrent": {"tile": [1]}}}]
     with pytest.raises(ConfigError, match=r"\$.parts\[1\].kernels.recurrent has the unknown key `tile`"):
         read(parts=parts).check_kernels(known)
+
+
+WRONG_VALUES = {
+    "of no variant": ({"recurrent": {"lanes": [8, 7]}}, r"recurrent.lanes lists 7, .*: accepted are 8, 16$"),
+    "of no launch": (
+        {"recurrent": {"threads": [100]}},
+        r"recurrent.threads lists 100, .*: accepted are 32, 64, 128, 256",
+    ),
+    "nothing": ({"recurrent": {"ilp": [0]}}, r"recurrent.ilp lists 0, .*: accepted are 1, 2, 4, 8"),
+    "less than nothing": ({"recurrent": {"tile_v": [-8]}}, r"recurrent.tile_v lists -8, "),
+    "of another type": ({"recurrent": {"early": [1]}}, r"recurrent.early lists 1, .*: accepted are True"),
+    "of another layout": ({"recurrent": {"split": [2]}}, r"recurrent.split lists 2, .*: accepted are 1"),
+    "of contracts with intermediate states": (
+        {"cpu_recurrent": {"around": [True]}},
+        r"cpu_recurrent.around lists True, ",
+    ),
+    "of a kernel that serves none": (
+        {"wy": {"warps": [1]}},
+        r"wy.warps lists 1, .*: wy serves none of the contracts, leave it",
+    ),
+}
+
+
+@pytest.mark.parametrize("wanted, said", WRONG_VALUES.values(), ids=WRONG_VALUES)
+def test_a_value_that_no_variant_can_have_is_refused(wanted, said):
+    """Fault: a knob's value that no legal variant has at any contract was dropped without a word."""
+    with pytest.raises(ConfigError, match=rf"^small: \$\.kernels\.{said}"):
+        read(kernels=wanted).check_knobs(kernels.KERNELS)
+
+
+def test_a_value_that_a_legal_variant_has_is_accepted():
+    """A value is for any contract, also of another part that lists it; what is legal though never tried is no fault of a config."""
+    read(kernels={"recurrent": {"threads": [512], "early": [False]}}).check_knobs(kernels.KERNELS)
+    read(kernels={"cpu_recurrent": {"vec": [4, 8, 16]}}).check_knobs(kernels.KERNELS)
+    shared = {"recurrent": {"heads": [True, False]}}
+    parts = [{"name": "a"}, {"name": "b", "tokens": [4]}]
+    read(kernels=shared, parts=parts).check_knobs(kernels.KERNELS)
+    with pytest.raises(
+        ConfigError, match=r"\$\.parts\[1\]\.kernels\.recurrent\.heads lists True, .*: accepted are False$"
+    ):
+        read(parts=[parts[0], {**parts[1], "kernels": shared}]).check_knobs(kernels.KERNELS)
 
 
 def test_shipped_parts_can_all_be_swept():

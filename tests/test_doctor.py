@@ -136,6 +136,30 @@ def test_tables_are_found(gpu, tmp_path):
     assert "cannot be used" in finding("table").value
 
 
+def test_how_a_table_is_put_to_use(gpu, tmp_path):
+    """The user's folder and the other two ways are said; a file there by another name is nobody's, and one of a CPU is refused."""
+    gpu.setattr(dispatch, "shipped_tables", lambda: tmp_path / "none")
+    gpu.setattr(dispatch, "user_tables", lambda: tmp_path)
+    place = tmp_path / target("sm_90a").slug
+    said = finding("your own")
+    assert said.status == "ok"
+    assert (
+        f"copy it as OP.json into {place}, or set GDNTUNE_TABLE=PATH, or call gdntune.load_table('PATH')" in said.value
+    )
+    assert "OP: gdn_decode, kda_decode" in said.value
+    words = doctor.put_to_use(target("sm_90a"), tmp_path / "a b.json", ["gdn_decode", "kda_decode"])
+    assert "as gdn_decode.json and kda_decode.json into" in words and f"GDNTUNE_TABLE='{tmp_path}/a b.json'" in words
+    header = synthetic.run(synthetic.cpu())
+    folder = synthetic.write(tmp_path / "run", header, synthetic.records(header))
+    place.mkdir()
+    (place / "table.json").write_bytes((folder / "table.json").read_bytes())
+    assert finding("tables").value.startswith("none for")
+    assert finding("table").value == f"{place / 'table.json'} is not looked for"
+    assert "name it OP.json" in finding("table").remedy
+    gpu.setenv("GDNTUNE_TABLE", str(folder / "table.json"))
+    assert "(gdn_decode) is of AMD EPYC 9B14, and refused here" in finding("table").value
+
+
 def test_the_named_table_is_looked_at(here, tmp_path):
     """GDNTUNE_TABLE is among the tables, also where it does not exist."""
     here.setenv("GDNTUNE_TABLE", str(tmp_path / "nowhere.json"))

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -244,7 +245,7 @@ def test_two_runs(cpu, tmp_path):
     header = synthetic.run()
     runs = [synthetic.write(tmp_path / n, synthetic.run(config=n), synthetic.records(header)) for n in ("one", "two")]
     page = report(runs).html()
-    assert "cells have a tuned variant, one" in page and "cells have a tuned variant, two" in page
+    assert all(f"cells have a time of the variant chosen for them, {name}" in page for name in ("one", "two"))
     assert len(embedded(page)) == 4
 
 
@@ -253,6 +254,36 @@ def test_without_matplotlib(cpu, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(errors.ToolMissing, match=r"pip install 'gdntune\[report\]'"):
         cpu.html()
+
+
+def labels(svg):
+    """The upright texts of a picture, each as (left, right, y, text) in its own pixels, a letter 0.56 of the size wide."""
+    found = []
+    for style, x, y, text in re.findall(r'<text style="([^"]*)" x="([-\d.]+)" y="([-\d.]+)"[^>]*>([^<]*)</text>', svg):
+        width = 0.56 * float(re.search(r"font-size: ([\d.]+)px", style)[1]) * len(text)
+        left = float(x) - width * (0.5 if "middle" in style else 1 if "end" in style else 0)
+        found.append((left, left + width, float(y), text))
+    return found
+
+
+def test_labels_do_not_overprint():
+    """Fault: where intervals were short, T many, heads named or peers many, labels stood on one another or were cut at the edge."""
+    columns, rows = [f"T={t}" for t in range(1, 17)], ["16384 (256 x 64, H=16)", "16384 (256 x 64, H=32)"]
+    tiles = [figures.Tile(c, r, f"{c}:{r}", 1.2, "1.20", "") for c in range(16) for r in range(2)]
+    shown = sorted(labels(figures.gain_map("x", columns, rows, tiles)), key=lambda label: (label[2], label))
+    assert sorted({text for *_, text in shown}) == sorted({*columns, *rows, "1.20"}) and shown[0][0] >= 0
+    for (_, right, y, _), (left, _, below, _) in pairwise(shown):
+        assert left >= 0 and (below > y or left > right)
+    bands = [figures.Band(0, w, w + 2 if w < 299 else None, "A", 0, "") for w in (1, *range(101, 300, 2))]
+    begins = re.findall(
+        r'font-size: 9px[^>]* y="([\d.]+)">\d+<',
+        figures.winner_map("x", ["T=1"], bands, {0: [100.0, 300.0]}, "work units"),
+    )
+    assert len(begins) > 2
+    assert min(float(b) - float(a) for a, b in pairwise(begins)) >= 8.9
+    lines = [figures.Line(f"peer {i}", (1.0, 2.0), (1.0, 2.0), i) for i in range(12)]
+    heights = {text: y for *_, y, text in labels(figures.curves("x", {"T=1": lines}, "work units", "us"))}
+    assert max(heights[f"peer {i}"] for i in range(12)) < heights["T=1"] - 10
 
 
 def test_a_users_style_changes_nothing(cpu):

@@ -169,13 +169,34 @@ def test_a_wrong_variant_is_no_choice(default_is):
     assert (found.cells[0].best, found.cells[0].table.basis, found.cells[0].default.regret) == ("b", "none", 0)
 
 
-def test_without_a_rule_the_default_is_the_choice(default_is):
-    """A contract that no rule serves is called by the default rule, and judged so; a near one by the nearest rule that serves it."""
+def test_only_what_a_table_has_rules_for_is_judged(default_is):
+    """Fault: at contracts without a rule the default rule's regret was shown as the table's."""
     default_is("b")
     t = derive.derive([*checks(), *cell(8, a=1, b=2)], HEADER)
     kda = Contract(op="kda_decode", gate="log")
-    found = judge.judge(t, [*checks(contract=kda), *cell(8, contract=kda, a=1, b=2)], HEADER)
-    assert found.cells[0].table == judge.Choice("b", 1.0, "final")
+    others = [*checks(contract=kda), *cell(8, contract=kda, a=1, b=2), *cell(64, contract=kda, a=1, b=2)]
+    found = judge.judge(t, [*checks(), *cell(8, a=1, b=2), *others], HEADER)
+    assert [c.contract for c in found.cells] == [CONTRACT.key()]
+    assert (found.table.cells, found.default.cells, found.without_rule) == (1, 1, 2)
+    assert found.notes == (
+        f"the table has no rule for 2 of the journal's 3 cells ({kda.key()}): the default rule serves them, and they are not judged here",
+    )
+    assert found.notes[0] in judge.judgement_document(found, "a journal").sections[0].blocks[2].items
+    with pytest.raises(
+        UnsupportedProblem,
+        match=r"t\.json has no rule for any of the journal's 2 cells \(kda_decode.*the default rule serves",
+    ):
+        judge.judge(t, others, HEADER, about="t.json")
+    cpu = synthetic.run(synthetic.cpu())
+    with pytest.raises(
+        UnsupportedProblem, match="of kind cuda, the journal on AMD EPYC.*accepted is a table of kind cpu"
+    ):
+        judge.judge(t, [*checks(), *cell(8, a=1)], cpu)
+
+
+def test_a_near_contract_is_judged_by_the_nearest_rule(default_is):
+    """As at run time, where all of the rule's variants can serve it."""
+    default_is("b")
     real = kernels.variants(CONTRACT, target("sm_90a"))[0]
     records = [
         Check(contract=CONTRACT, variant=real.id, status="ok"),

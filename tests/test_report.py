@@ -13,12 +13,14 @@ from gdntune import judge, kernels
 from gdntune.arch import target
 from gdntune.errors import JournalError, TableError
 from gdntune.journal import Build, Cell, Check, Trial
+from gdntune.kernels.spec import Variant
+from gdntune.peers.spec import Peer
 from gdntune.problem import Contract, Problem
 from gdntune.render.document import Document, Grid, Section
 from gdntune.render.markdown import markdown
 from gdntune.render.terminal import print_document, shade
 from gdntune.render.words import geometric_mean, number, ranges
-from gdntune.report import COLUMNS, report
+from gdntune.report import COLUMNS, Report, report
 
 FAILED = (
     Build(
@@ -274,6 +276,35 @@ def test_an_unfinished_sweep(tmp_path):
         assert terminal(made)
 
 
+def test_an_interrupted_sweep_is_said(tmp_path):
+    """Fault: a journal that was cut was reported as whole, "N of N cells". Its header says how many cells were asked for."""
+    header = synthetic.run(cells=18)
+    found = synthetic.records(header)
+    added = synthetic.cell(Problem(synthetic.contracts()[0], 3, 16, 64), header)
+    added[-1] = msgspec.structs.replace(added[-1], purpose="bisection")
+    closing = [i for i, r in enumerate(found) if isinstance(r, Cell)]
+    for n, records, said in (
+        (18, found, "18 of 18 cells"),
+        (19, [*found, *added], "19 of 19 cells"),
+        (5, found[: closing[4] + 1], "5 of 18 cells"),
+        # half of the next cell, and a cell that was added beside them
+        (5, found[: closing[4] + 3], "5 of 18 cells"),
+        (6, [*found[: closing[4] + 1], *added], "6 of 19 cells"),
+    ):
+        made = _report_of(header, records)
+        text = " ".join(made.markdown().split())
+        assert said in text and f"<dd>{said.removesuffix(' cells')}</dd>" in made.html(), text
+        unfinished = (
+            "- The sweep was not finished: 5 of 18 cells are done. The same command goes on with the others." in text
+        )
+        assert unfinished == (n < 18)
+        # what an older version wrote says nothing of it
+        old = _report_of(msgspec.structs.replace(header, cells=msgspec.UNSET), records)
+        assert "was not finished" not in old.markdown()
+    bench = synthetic.run(cells=18, software={"table for gdn_decode": "none: the default rule"})
+    assert "The bench was not finished: 0 of 18 cells" in " ".join(_report_of(bench, []).markdown().split())
+
+
 def test_a_throttled_cell_is_said(tmp_path):
     """Cells that heat slowed are counted in the summary."""
     header = synthetic.run()
@@ -299,6 +330,12 @@ def test_terminal(made):
     out = io.StringIO()
     made.terminal(Console(file=out, width=100, force_terminal=True, color_system="standard"))
     assert "\x1b[" in out.getvalue()
+    # the colours' legend only where there are colours
+    legend = "below 50%"
+    assert legend in out.getvalue() and legend not in terminal(made, details=True)
+    plain = io.StringIO()
+    made.terminal(Console(file=plain, width=100, force_terminal=True, color_system="standard", no_color=True))
+    assert legend not in plain.getvalue()
 
 
 def test_shades():
@@ -420,6 +457,104 @@ def test_an_unfinished_contract_has_a_row(many, tmp_path):
     ]
     text = report([synthetic.write(tmp_path, header, checks, with_table=False)]).markdown()
     assert re.search(r"^\| 1 +\| gdn bf16 update +\| +\| +\| +0 \| +- \| +- \| +- \|$", text, re.M)
+
+
+def benched(header, found, choice, default="z", peer_trials=()):
+    """A sweep's records as a bench's: each cell closes with what was called, and what the default rule says."""
+    made = []
+    for r in found:
+        if isinstance(r, Cell):
+            made += [t(r.problem) for t in peer_trials]
+            r = msgspec.structs.replace(r, choice=choice(r.problem), default_variant=default)
+        made.append(r)
+    return msgspec.structs.replace(header, software={"table for gdn_decode": "t.json"}), made
+
+
+def test_whose_choice_a_bench_timed():
+    """Fault: a bench without a table said "cells have a tuned variant", of times of the default rule's choice."""
+    header, one, other = synthetic.run(), synthetic.VARIANTS[0].id, synthetic.VARIANTS[1].id
+    found = synthetic.records(header, batches=(1, 8))
+    for default, choice, said in (
+        (
+            one,
+            lambda p: one,
+            "12 of 12 cells (a contract at a B, H and HV) have a time of the default rule's choice on NVIDIA",
+        ),
+        (other, lambda p: one, "have a time of the table's choice on NVIDIA"),
+        (
+            one,
+            lambda p: one if p.B == 1 else other,
+            "have a time of the table's choice (at 6 it is the default rule's) on NVIDIA",
+        ),
+    ):
+        made = _report_of(*benched(header, found, choice, default))
+        text = " ".join(made.markdown().split())
+        assert said in text and "tuned variant" not in text + made.html()
+
+
+def test_peers_that_are_not_here_and_that_do_not_serve():
+    """Fault: both were "failed", and no line said how many cells a peer has no time of, or why."""
+    header = synthetic.run()
+    lacking = Peer("x", ("no_such_package",), (), "pip install x", ()).absent()
+
+    def lost(name, reason, status="failed"):
+        variant = Variant("peer:" + name.partition(".")[0], "peer:" + name, {})
+        return lambda p: Trial(problem=p, variant=variant, role="peer", stage="final", status=status, reason=reason)
+
+    peer_trials = [
+        lost("absent", lacking), lost("narrow", "decode: tokens=1, accepted is 2"), lost("wrong.decode", "check failed"),
+        lost("crashing.decode", "exit code -11", "crashed"),
+    ]  # fmt: skip
+    made = _report_of(
+        *benched(header, synthetic.records(header), lambda p: synthetic.VARIANTS[0].id, peer_trials=peer_trials)
+    )
+    text = " ".join(made.markdown().split())
+    for said in (
+        "- Against absent: it is not installed (18 cells).",
+        "- Against narrow: it does not serve 18 cells.",
+        "- Against wrong: it failed at 18.",
+        "- Against crashing: it crashed at 18.",
+        "| absent | not installed | pip install x (no package no_such_package) | 18 |",
+        "| narrow | not served | decode: tokens=1, accepted is 2 | 18 |",
+        "| wrong.decode | failed | check failed | 18 |",
+    ):
+        assert said in text
+    found = {p["peer"]: p for p in made.peers()}
+    assert found["absent"]["untimed"] == {"not installed": 18} and found["crashing"]["untimed"] == {"crashed": 18}
+    assert found["absent"]["without_times"] == {"absent: not installed: pip install x (no package no_such_package)": 18}
+
+
+def test_contracts_that_only_passed_their_check_are_left_out():
+    """Fault: an unfinished bench listed contracts with 0 cells. One whose check failed has its row."""
+    header = synthetic.run()
+    found = [r for r in synthetic.records(header) if isinstance(r, Check) or getattr(r, "problem", None)]
+    done = [r for r in found if isinstance(r, Check) or r.problem.contract.state_dtype == "bf16"]
+    text = _report_of(header, done).markdown()
+    assert "bf16 state" in text and "fp32 state" not in text
+    wrong = Check(contract=Contract(state_dtype="fp32"), variant="a", status="failed", reason="wrong")
+    assert "fp32 state" in _report_of(header, [*done, wrong]).markdown()
+
+
+@pytest.mark.parametrize(
+    "command, folder",
+    [
+        ("gdntune sweep a.yaml --out results/new --device cuda", "results/new"),
+        ("gdntune sweep a.yaml --out='my runs/a'", "'my runs/a'"),
+        ("gdntune sweep a.yaml --out '/tmp/my runs/a'", "'/tmp/my runs/a'"),
+        ("gdntune sweep a.yaml", "results/synthetic"),
+        ("gdntune bench a.yaml --peers fla", "results/synthetic-bench"),
+        ("", "results/synthetic"),
+    ],
+)
+def test_the_commands_to_reproduce_can_be_run(command, folder):
+    """Fault: the last one was `gdntune report RUN... --format md`, which is none."""
+    software = {"table for gdn_decode": "t.json"} if "bench" in command else {}
+    header = synthetic.run(command=command, software=software)
+    made = _report_of(header, synthetic.records(header, batches=(1,)))
+    assert f"gdntune report {folder} --format md\n" in made.markdown()
+    two = msgspec.structs.replace(header, config="other", command="gdntune sweep b.yaml")
+    sources = [*made.sources, *_report_of(two, synthetic.records(two, batches=(1,))).sources]
+    assert f"gdntune report {folder} results/other" in Report(sources).markdown()
 
 
 def test_ranges():

@@ -9,8 +9,9 @@ import time
 import pytest
 
 from gdntune import arch, config, kernels, search, session, table, trials
-from gdntune.errors import JournalError, Locked, UnsupportedProblem
-from gdntune.journal import Build, Cell, Check, Trial, read
+from gdntune.build import Built
+from gdntune.errors import ConfigError, JournalError, Locked, ToolMissing, UnsupportedProblem
+from gdntune.journal import Build, Cell, Check, Journal, Trial, read
 from gdntune.store import Store
 from gdntune.timing import Policy
 
@@ -87,17 +88,51 @@ def test_a_torn_journal_is_resumed(swept, store, tmp_path):
 
 def test_another_config_is_refused(swept, store):
     """A folder holds one sweep: another config is refused with what differs."""
-    with pytest.raises(JournalError, match="config"):
+    with pytest.raises(JournalError, match="of another sweep: content of the config: sha256 .* now"):
+        run(swept[0], store, TINY.replace("screen_rounds: 4", "screen_rounds: 3"))
+    with pytest.raises(JournalError, match="of another sweep: rounds: 8 in the journal, 9 now"):
         run(swept[0], store, TINY.replace("final_rounds: 8", "final_rounds: 9"))
 
 
-def test_a_second_sweep_is_refused(swept, store):
-    """Two sweeps in one folder: the second names the first."""
-    from gdntune.journal import Journal
-
+def test_a_place_is_looked_at_before_anything_is_compiled(swept, store, tmp_path, monkeypatch):
+    """Fault: a folder in use, of another sweep, or that cannot be written was refused after minutes of compiling."""
     folder, outcome = swept
+    monkeypatch.setattr(search, "compile_objects", lambda *_, **__: pytest.fail("compiled"))
     with Journal.open(folder, outcome.run), pytest.raises(Locked, match=str(os.getpid())):
         run(folder, store)
+    before = (folder / "journal.jsonl").read_bytes()
+    with pytest.raises(JournalError, match="l2: cold-clean in the journal, warm now"):
+        run(folder, store, policy=Policy(l2="warm"))
+    assert (folder / "journal.jsonl").read_bytes() == before
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "sweep"):
+        with pytest.raises(JournalError, match="cannot be written: .*choose a folder"):
+            run(place, store)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "journal.jsonl").write_bytes(before.replace(b'"kind":"check"', b'"kind":"cheque"', 1))
+    with pytest.raises(JournalError, match=r"journal.jsonl: line \d+: .*restore the file"):
+        run(tmp_path / "damaged", store)
+
+
+def test_a_folder_is_locked_while_a_sweep_compiles(store, tmp_path, monkeypatch):
+    """The second of two sweeps is refused while the first still compiles; when that ends without a journal the folder is free."""
+
+    def compiling(*_, **__):
+        with pytest.raises(Locked, match=str(os.getpid())):
+            run(tmp_path, store)
+        raise ToolMissing("no g++")
+
+    monkeypatch.setattr(search, "compile_objects", compiling)
+    for _ in range(2):
+        with pytest.raises(ToolMissing):
+            run(tmp_path, store)
+    assert not (tmp_path / "journal.jsonl").exists()
+
+
+def test_the_header_says_how_many_cells_were_asked_for(swept):
+    """A reader of the journal alone sees whether it is whole."""
+    header, _ = read(swept[0])
+    assert (header.cells, header.rounds) == (2, 8)
 
 
 def test_a_timer_that_the_device_cannot_have_is_refused_first(store, tmp_path):
@@ -223,3 +258,100 @@ def test_a_cell_that_cannot_be_measured_does_not_end_the_sweep(monkeypatch, stor
     assert cells[8] == ("failed", "3 of 12 segments have no record")
     assert cells[1][0] == "ok"
     assert outcome.table is not None
+
+
+def no_memory(start, problem, decode, floor, effort, sure=()):
+    """A machine that others fill at one cell; runs in the timing process."""
+    if problem.B == 8:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return honest_time_task(start, problem, decode, floor, effort, sure)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [(lost_records, "segments have no record"), (no_memory, "out of memory")],
+    ids=["lost", "memory"],
+)
+def test_a_failed_cell_is_tried_again(fault, reason, monkeypatch, store, tmp_path):
+    """Fault: a cell that failed counted as done. The same sweep times it once more, and that alone; then nothing is left to do."""
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "time_task", fault)
+        outcome = run(tmp_path, store)
+    assert [e.work_units for i in outcome.table.rules[0].intervals for e in i.evidence] == [2]
+    assert any("1 cells have no times; the first:" in note and reason in note for note in outcome.notes)
+    # no variant is to blame, so none is left out
+    assert not [r for r in outcome.records if isinstance(r, Trial) and r.status != "ok"]
+    again = run(tmp_path, store)
+    new = again.records[len(outcome.records) :]
+    assert {r.problem.B for r in new} == {8} and {type(r) for r in new} == {Trial, Cell}
+    assert [(r.problem.B, r.status) for r in again.records if isinstance(r, Cell)] == [
+        (1, "ok"),
+        (8, "failed"),
+        (8, "ok"),
+    ]
+    assert sorted(e.work_units for i in again.table.rules[0].intervals for e in i.evidence) == [2, 16]
+    assert again.notes == []
+    before = (tmp_path / "journal.jsonl").read_bytes()
+    assert run(tmp_path, store).records == again.records
+    assert (tmp_path / "journal.jsonl").read_bytes() == before
+
+
+def test_a_cell_that_fails_again_stays_failed(monkeypatch, store, tmp_path):
+    """Once more each time the sweep goes on, and counted as one cell."""
+    monkeypatch.setattr(session, "time_task", lost_records)
+    outcomes = [run(tmp_path, store) for _ in range(2)]
+    for times, outcome in enumerate(outcomes, 1):
+        assert [r.status for r in outcome.records if isinstance(r, Cell) and r.problem.B == 8] == ["failed"] * times
+        assert any("1 cells have no times" in note for note in outcome.notes)
+
+
+def test_a_cell_without_variants_is_tried_again(monkeypatch, store, tmp_path):
+    """Fault: as above, where no variant compiled: when they do, they are checked and timed."""
+
+    def failing(objects, store, **options):
+        return [
+            Built(spec, None, "g++: no") if spec.kernel == "cpu_recurrent" else b
+            for (spec, _), b in honest(objects, store, options)
+        ]
+
+    def honest(objects, store, options):
+        return zip(objects, compile_objects(objects, store, **options), strict=True)
+
+    compile_objects = search.compile_objects
+    with monkeypatch.context() as patched:
+        patched.setattr(search, "compile_objects", failing)
+        outcome = run(tmp_path, store)
+    assert outcome.table is None
+    assert {r.reason for r in outcome.records if isinstance(r, Cell)} == {"no variant compiled and passed its check"}
+    again = run(tmp_path, store)
+    assert again.table.evidence.cells == 2 and again.notes == []
+
+
+def test_a_variant_that_keeps_memory_is_to_blame(monkeypatch, store, tmp_path):
+    """Where some variants alone find no memory, it is they that fail, and the cell is timed without them."""
+    monkeypatch.setattr(session, "time_task", greedy)
+    outcome = run(tmp_path, store)
+    failed = {
+        (r.problem.B, r.status)
+        for r in outcome.records
+        if isinstance(r, Trial) and "tv16.ilp2.vec8" in r.variant.id and r.role == "decode" and r.status != "ok"
+    }
+    assert failed == {(8, "crashed")}
+    assert [r.status for r in outcome.records if isinstance(r, Cell)] == ["ok", "ok"]
+
+
+def greedy(start, problem, decode, floor, effort, sure=()):
+    """One variant that takes all memory at one cell; runs in the timing process."""
+    if any("tv16.ilp2.vec8" in v.id for v in decode):
+        return no_memory(start, problem, decode, floor, effort, sure)
+    return honest_time_task(start, problem, decode, floor, effort, sure)
+
+
+def test_values_of_knobs_are_looked_at(store, tmp_path):
+    """Fault: a value that no variant has was dropped without a word. What is legal and tried nowhere is said when the sweep ends."""
+    with pytest.raises(ConfigError, match=r"\$.kernels.cpu_recurrent.ilp lists 3, .*accepted are 2, 4, 8"):
+        run(tmp_path, store, TINY.replace("ilp: [2]", "ilp: [2, 3]"))
+    assert not (tmp_path / "journal.jsonl").exists()
+    # one row in flight is legal, and slow everywhere
+    outcome = run(tmp_path, store, TINY.replace("ilp: [2]", "ilp: [1, 2]"))
+    assert outcome.notes == ["1 values of the config's kernels are tried nowhere: cpu_recurrent.ilp=1"]

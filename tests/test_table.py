@@ -30,7 +30,7 @@ def evidence(work_units, time_us=4.0):
     return {
         "work_units": work_units,
         "time_us": time_us,
-        "mean_us": time_us,
+        "mean_us": time_us + 0.125,
         "q1_us": time_us - 0.5,
         "q3_us": time_us + 0.5,
         "samples": 200,
@@ -275,9 +275,9 @@ def test_explain_says_what_and_why():
     assert exact["evidence"]["work_units"] == 64
     assert (
         exact["reason"]
-        == "the contract's own rule; there it took 4 us, 0.2% over the best (next: recurrent.tv8, 4.5 us)"
+        == "the contract's own rule; there its mean is 4.125 us, 0.2% over the best mean; medians: 4 us, of the next (recurrent.tv8) 4.5 us"
     )
-    assert "at the nearest measured cell, 8 work units" in t.explain(Contract(), 20)["reason"]
+    assert "at the nearest measured cell (8 work units) its mean is" in t.explain(Contract(), 20)["reason"]
 
     near = t.explain(Contract(tokens=5, mode="frozen"), 7)
     assert (near["match"], near["evidence"]) == ("nearest", None)

@@ -39,6 +39,11 @@ _STYLE: Any = {
 }
 
 
+LEGEND_ACROSS = 5
+# Of a label's letter at its own size, in pixels; of the numbers where an interval begins the height.
+LETTER, NUMBER_HEIGHT = 6.2, 9
+
+
 class Tile(NamedTuple):
     """A cell of a map. key: what the page calls it. value: what its colour stands for; text stands in it, title under the mouse."""
 
@@ -102,7 +107,7 @@ def _map(
     """colours: of a value's tile and of the text in it."""
 
     def draw(matplotlib: Any, figure: Any) -> None:
-        axes = figure.add_axes((100 / 580, 8 / height, 472 / 580, 1 - 34 / height))
+        axes = figure.add_axes((left / 580, 8 / height, (572 - left) / 580, 1 - 34 / height))
         for t in tiles:
             face, ink = colours(matplotlib, t.value)
             box = matplotlib.patches.Rectangle(
@@ -123,18 +128,23 @@ def _map(
                 ha="center",
                 va="center",
                 color=ink,
-                fontsize=10.5,
+                fontsize=min(10.5, fitting(t.text)),
             )
         axes.set_xlim(0, len(columns))
         axes.set_ylim(len(rows), 0)
-        axes.set_xticks([i + 0.5 for i in range(len(columns))], columns)
+        axes.set_xticks([i + 0.5 for i in range(len(columns))], columns, fontsize=min([11.0, *map(fitting, columns)]))
         axes.set_yticks([i + 0.5 for i in range(len(rows))], rows)
         axes.xaxis.tick_top()
         axes.tick_params(length=0)
         for spine in axes.spines.values():
             spine.set_visible(False)
 
+    def fitting(text: str) -> float:
+        """The size at which a text leaves a gap to that of the next column."""
+        return round(1.4 * (572 - left) / len(columns) / max(1, len(text)), 1)
+
     height = 21 * len(rows) + 34
+    left = max(100, 8 + LETTER * max(map(len, rows)))
     return _svg(title, 580, height, draw, {t.key: t.title for t in tiles})
 
 
@@ -144,12 +154,14 @@ def curves(
     """A panel a name, all of one scale: log-log, or with shares as percents on a linear axis."""
     across = min(4, max(2, len(panels)))
     down = math.ceil(len(panels) / across)
-    width, height = 1180, 215 * down + 64
+    # The legend's lines stand above the panels' titles.
+    top = 30 + 16 * max(1, math.ceil(len({line.label for lines in panels.values() for line in lines}) / LEGEND_ACROSS))
+    width, height = 1180, 215 * down + 18 + top
 
     def draw(matplotlib: Any, figure: Any) -> None:
         grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
         figure.subplots_adjust(
-            left=62 / width, right=1 - 8 / width, top=1 - 46 / height, bottom=44 / height, wspace=0.05, hspace=0.16
+            left=62 / width, right=1 - 8 / width, top=1 - top / height, bottom=44 / height, wspace=0.05, hspace=0.16
         )
         handles: dict[str, Any] = {}
         for (name, lines), axes in zip(panels.items(), grid.flat, strict=False):
@@ -178,7 +190,11 @@ def curves(
         figure.supxlabel(x_label, fontsize=11, y=4 / height)
         figure.supylabel(y_label, fontsize=11, x=4 / width)
         figure.legend(
-            handles.values(), handles.keys(), loc="upper left", ncols=max(1, min(5, len(handles))), fontsize=11
+            handles.values(),
+            handles.keys(),
+            loc="upper left",
+            ncols=max(1, min(LEGEND_ACROSS, len(handles))),
+            fontsize=11,
         )
 
     return _svg(title, width, height, draw)
@@ -196,7 +212,9 @@ def winner_map(
         axes = figure.add_axes((62 / width, 8 / height, 1 - 70 / width, 1 - 38 / height))
         pixels = (height - 46) / math.log(high / low)
         axes.set_yscale("log", base=2)
-        for b in bands:
+        # By column, where the last number was written; nearer than its height no other is.
+        written: dict[int, float] = {}
+        for b in sorted(bands, key=lambda b: (b.column, b.first)):
             first, end = max(b.first, low), high if b.end is None else min(b.end, high)
             if first >= end:
                 continue
@@ -222,7 +240,8 @@ def winner_map(
                     color="#000000",
                     fontsize=11,
                 )
-            if b.first > low:
+            if b.first > low and pixels * math.log(b.first / written.get(b.column, 1e-9)) >= NUMBER_HEIGHT:
+                written[b.column] = b.first
                 axes.text(b.column + 0.05, first, f"{b.first:g}", va="top", color="#000000", fontsize=9)
         for column, found in measured.items():
             axes.plot([column + 0.93] * len(found), found, linestyle="", marker="o", markersize=2.5, color="#000000")

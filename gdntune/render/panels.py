@@ -126,7 +126,7 @@ def _times(title: str, chosen: "pd.DataFrame", defaults: "pd.DataFrame", rivals:
     kernels = peers.names(rivals)
     for t in sorted(set(chosen["tokens"])):
         mine = chosen[chosen["tokens"] == t]
-        lines = [_line("tuned", mine, "median_us", 0)]
+        lines = [_line("chosen variant", mine, "median_us", 0)]
         usual = defaults[defaults["tokens"] == t]
         if usual["median_us"].notna().any():
             lines.append(_line("default rule", usual, "median_us", 1, dashed=True))
@@ -162,7 +162,10 @@ def _winners(title: str, chosen: "pd.DataFrame", table: "Table", letters: Mappin
     measured = {
         i: [float(w) for w in sorted(set(chosen[chosen["tokens"] == t]["work_units"]))] for i, t in enumerate(tokens)
     }
-    caption = "Which variant is called at which work units (letters as in the tables; numbers: where an interval begins; dots: measured)"
+    caption = (
+        "Which variant is called at which work units (letters as in the tables; numbers: where an interval begins, "
+        "if there is room; dots: measured)"
+    )
     svg = figures.winner_map(f"{title}: winners", [f"T={t}" for t in tokens], bands, measured, "work units, B x HV")
     legend = sorted(((letters.get(name, ""), name) for name in order), key=lambda pair: (len(pair[0]), pair))
     return Picture(caption, svg, wide=True, legend=tuple(f"{letter}: `{name}`" for letter, name in legend))
@@ -252,7 +255,7 @@ def facts(
     suffix = f", {name}" if name else ""
     chosen = frame[frame["chosen"]]
     failed = sum(n for status, n in checks.items() if status != "ok")
-    yield Fact(f"{len(chosen)} of {cells}", f"cells have a tuned variant{suffix}")
+    yield Fact(f"{len(chosen)} of {cells}", f"cells have a time of the variant chosen for them{suffix}")
     yield Fact(
         f"{int((chosen['verified'] == 'ok').sum())} of {len(chosen)}",
         f"choices agreed with the fp64 reference; {checks.get('ok', 0)} checks passed, {failed} failed{suffix}",

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gdntune.journal import Record, Trial
+from gdntune.journal import Check, Record, Trial
 from gdntune.problem import Contract
 from gdntune.render.document import Block, Bullets, Grid, Text
 from gdntune.render.words import cell_words, geometric_mean, ratio
@@ -14,12 +14,40 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PREFIX = "peer:"
+# What became of a peer where it has no time; else the status of the entry that was called.
+NOT_INSTALLED, NOT_SERVED = "not installed", "not served"
 READING = (
     "Peers are other libraries' functions, called on the same tensors within the same measurement. Each was first compared with "
     "the reference at the cell's own sizes, by the relative norm of a few requests' outputs and states: 0.01 is accepted of 16-bit "
     "values, 0.002 of fp32, more where an entry says so. A call of several kernels counts from the first one's start to the last "
     "one's end. Where a peer has several functions for a cell, its fastest counts. Speed-ups are of medians."
 )
+
+
+def is_theirs(record: Record) -> bool:
+    """Whether a record is a peer's timing, or its check."""
+    name = record.variant if isinstance(record, Check) else getattr(getattr(record, "variant", None), "kernel", "")
+    return name.startswith(PREFIX)
+
+
+def fate(trial: Trial) -> str:
+    """Why a peer has no time: it is not installed, does not serve the problem, or an entry failed, crashed or hung (timeout)."""
+    if trial.variant.id != trial.variant.kernel:
+        return trial.status
+    # No entry of it was called: the bench says of the whole peer why.
+    return NOT_INSTALLED if trial.reason.startswith(NOT_INSTALLED) else NOT_SERVED
+
+
+def _reason(trial: Trial) -> str:
+    """The reason without what `fate` says."""
+    return " ".join(trial.reason.removeprefix(f"{NOT_INSTALLED}: ").split()) or trial.status
+
+
+def _untimed(kernel: str, trials: list[Trial]) -> Counter[str]:
+    """The cells at which a peer has no time, by its fate."""
+    mine = [r for r in trials if r.variant.kernel == kernel]
+    timed = {r.problem for r in mine if r.status == "ok"}
+    return Counter({r.problem: fate(r) for r in mine if r.problem not in timed}.values())
 
 
 def rivals(frame: "pd.DataFrame") -> "pd.DataFrame":
@@ -43,16 +71,19 @@ def label(kernel: str, records: list[Record]) -> str:
 
 
 def compared(frame: "pd.DataFrame", records: list[Record]) -> Iterator[dict[str, Any]]:
-    """For each peer that was asked for: over how many cells, the geometric mean, the worst cell, and reasons for the others."""
+    """For each peer that was asked for: over how many cells, the geometric mean, the worst cell, and reasons for the others.
+
+    untimed: cells without a time of it, by `fate`. without_times: reasons, by how often an entry, or the whole peer, had them.
+    """
     best = rivals(frame)
-    asked = {r.variant.kernel for r in records if isinstance(r, Trial) and r.role == "peer"}
-    for kernel in sorted(asked):
+    trials = [r for r in records if isinstance(r, Trial) and r.role == "peer"]
+    for kernel in sorted({r.variant.kernel for r in trials}):
         mine = best[best["kernel"] == kernel]
         slowest = mine.loc[mine["chosen_speedup"].idxmin()] if len(mine) else None
         reasons = Counter(
-            f"{r.variant.id.removeprefix(PREFIX)}: {r.status}: {r.reason}"
-            for r in records
-            if isinstance(r, Trial) and r.variant.kernel == kernel and r.status != "ok"
+            f"{r.variant.id.removeprefix(PREFIX)}: {fate(r)}: {_reason(r)}"
+            for r in trials
+            if r.variant.kernel == kernel and r.status != "ok"
         )
         yield {
             "peer": label(kernel, records),
@@ -61,20 +92,32 @@ def compared(frame: "pd.DataFrame", records: list[Record]) -> Iterator[dict[str,
             "worst": None if slowest is None else float(slowest["chosen_speedup"]),
             "worst_cell": None if slowest is None else cell_words(slowest),
             "slower": int((mine["chosen_speedup"] < 1).sum()),
+            "untimed": dict(_untimed(kernel, trials)),
             "without_times": dict(reasons),
         }
 
 
 def lines(frame: "pd.DataFrame", records: list[Record]) -> Iterator[str]:
-    """One line a peer for the summary: the geometric mean and the worst cell."""
+    """One line a peer for the summary: the geometric mean, the worst cell, and why it has no time at the others."""
     for found in compared(frame, records):
+        said = []
         if found["cells"]:
-            yield (
-                f"Against {found['peer']}: {found['geometric_mean']:.3f} times as fast in the geometric mean of {found['cells']} "
-                f"cells, {found['worst']:.3f} at worst ({found['worst_cell']}); slower at {found['slower']}."
+            said.append(
+                f"{found['geometric_mean']:.3f} times as fast in the geometric mean of {found['cells']} cells, {found['worst']:.3f} at "
+                f"worst ({found['worst_cell']}); slower at {found['slower']}"
             )
-        else:
-            yield f"Against {found['peer']}: no cell has a time of it; see the section on peers."
+        if untimed := found["untimed"]:
+            said.append("it " + ", ".join(_FATES[name].format(n) for name, n in sorted(untimed.items())))
+        yield f"Against {found['peer']}: {'; '.join(said) or 'no cell has a time of both'}."
+
+
+_FATES = {
+    NOT_INSTALLED: "is not installed ({} cells)",
+    NOT_SERVED: "does not serve {} cells",
+    "failed": "failed at {}",
+    "crashed": "crashed at {}",
+    "timeout": "timed out at {}",
+}
 
 
 def blocks(frame: "pd.DataFrame", records: list[Record]) -> Iterator[Block]:
@@ -129,11 +172,11 @@ def _lost(lost: list[Trial]) -> Iterator[Block]:
     counts: Counter[tuple[str, str, str]] = Counter()
     example: dict[tuple[str, str, str], str] = {}
     for r in lost:
-        reason = " ".join(r.reason.split()) or r.status
-        key = (r.variant.id.removeprefix(PREFIX), r.status, re.sub(r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#", reason)[:200])
+        reason = _reason(r)
+        key = (r.variant.id.removeprefix(PREFIX), fate(r), re.sub(r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#", reason)[:200])
         counts[key] += 1
         example.setdefault(key, reason)
     ordered = sorted(counts, key=lambda key: (key[0], -counts[key], key))
     rows = tuple((key[0], key[1], example[key], str(counts[key])) for key in ordered)
-    yield Grid("Peers without a time", ("peer", "status", "reason, of the first", "cells"), rows, left=3)
-    yield Bullets(tuple(f"`{key[0]}`: {example[key][:400]}" for key in ordered))
+    yield Grid("Peers without a time", ("peer", "why", "reason, of the first", "cells"), rows, left=3)
+    yield Bullets(tuple(f"`{key[0]}`, {key[1]}: {example[key][:400]}" for key in ordered))

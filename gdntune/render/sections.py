@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdntune import arch
 from gdntune.baseline import Baseline
-from gdntune.journal import Build, Cell, Check, Record, Trial
+from gdntune.journal import Build, Cell, Check, Record, Trial, made_by
 from gdntune.problem import Contract
 from gdntune.render import peers, workload
 from gdntune.render.document import Block, Bullets, Code, Document, Grid, Section, Text
@@ -108,16 +109,19 @@ def _summary(
 ) -> Iterator[Block]:
     for source in sources:
         device = source.run.device
-        cells = {r.problem for r in source.records if isinstance(r, (Cell, Trial))}
         mine = chosen[chosen["run"] == source.name]
         prefix = f"{source.name}: " if len(sources) > 1 else ""
         units = "threads" if device.kind == "cpu" else "SMs"
         policy = source.run.policy
         yield Text(
-            f"{prefix}{len(mine)} of {len(cells)} cells (a contract at a B, H and HV) have a tuned variant on "
+            f"{prefix}{len(mine)} of {source.cells} cells (a contract at a B, H and HV) have {_choice_words(source)} on "
             f"{device.name} ({device.arch}, {device.sm_count} {units}), timed by `{policy.get('timer')}` under `{policy.get('l2')}`."
         )
-        lines = [*_ratio_lines(mine), *peers.lines(frame[frame["run"] == source.name], source.records)]
+        lines = [
+            *_unfinished_lines(source),
+            *_ratio_lines(mine),
+            *peers.lines(frame[frame["run"] == source.name], source.records),
+        ]
         lines += _baseline_lines(mine, baseline)
         lines += _held_out_lines(source)
         lines.append(_work_line(source))
@@ -131,6 +135,25 @@ def _summary(
                 f"{impossible} times were refused: they are faster than the DRAM's peak allows under this policy."
             )
         yield Bullets(tuple(lines))
+
+
+def _choice_words(source: "Source") -> str:
+    """What a cell has: of a sweep the variant that it chose, of a bench a time of what the runtime called, and whose word that was."""
+    if made_by(source.run) == "sweep":
+        return "a tuned variant"
+    called = [r for r in source.records if isinstance(r, Cell) and isinstance(r.choice, str)]
+    usual = sum(r.choice == r.default_variant for r in called)
+    if called and usual == len(called):
+        return "a time of the default rule's choice"
+    return "a time of the table's choice" + (f" (at {usual} it is the default rule's)" if usual else "")
+
+
+def _unfinished_lines(source: "Source") -> Iterator[str]:
+    if source.left and isinstance(source.run.cells, int):
+        yield (
+            f"The {made_by(source.run)} was not finished: {source.run.cells - source.left} of {source.run.cells} cells are done. The "
+            "same command goes on with the others."
+        )
 
 
 def _ratio_lines(mine: "pd.DataFrame") -> Iterator[str]:
@@ -202,7 +225,7 @@ def _work_line(source: "Source") -> str:
     parts = []
     for kind, what in ((Build, "objects compiled"), (Check, "checks against the fp64 reference"), (Trial, "timings")):
         # A peer without a time has a line of its own.
-        records = [r for r in source.records if isinstance(r, kind) and not _is_peers(r)]
+        records = [r for r in source.records if isinstance(r, kind) and not peers.is_theirs(r)]
         failed = sum(r.status != "ok" for r in records)
         parts.append(f"{len(records)} {what} ({failed} failed)")
     seconds = sum(r.seconds for r in source.records if isinstance(r, Cell))
@@ -214,7 +237,7 @@ def _failures(sources: "Sequence[Source]") -> list[Section]:
     example: dict[tuple[str, str], tuple[str, str]] = {}
     for source in sources:
         for r in source.records:
-            if r.status == "ok" or _is_peers(r):
+            if r.status == "ok" or peers.is_theirs(r):
                 continue
             # The same fault names other numbers each time.
             reason = " ".join(r.reason.split()) or r.status
@@ -366,7 +389,7 @@ def _reading(sources: "Sequence[Source]", chosen: "pd.DataFrame") -> Iterator[Bl
     lines.append(
         "Each variant agreed with an fp64 reference before it was timed. B is the batch, T the tokens of a call, HV the value heads."
     )
-    if any(_is_peers(r) for s in sources for r in s.records):
+    if any(peers.is_theirs(r) for s in sources for r in s.records):
         lines.append(peers.READING)
     bounds = Counter(chosen["bound"])
     if bounds:
@@ -403,9 +426,19 @@ def _environment(source: "Source") -> Iterator[Block]:
 def _reproduce(sources: "Sequence[Source]") -> Iterator[Block]:
     commands = list(dict.fromkeys(s.run.command or f"gdntune sweep configs/{s.run.config}.yaml" for s in sources))
     yield Text(
-        "On the same device, with the versions above (a sweep in a folder that holds its journal goes on, so take a new one):"
+        "On the same device, with the versions above (a sweep in a folder that holds its journal goes on, so name a new one throughout):"
     )
-    yield Code("\n".join([*commands, "gdntune report RUN... --format md"]))
+    folders = " ".join(dict.fromkeys(map(_folder, sources)))
+    regret = "".join(f" --regret {r:g}" for r in dict.fromkeys(s.regret for s in sources) if r is not None)
+    yield Code("\n".join([*commands, f"gdntune report {folders}{regret} --format md"]))
+
+
+def _folder(source: "Source") -> str:
+    """Where a run was written, as its command says it: --out, else the command's default."""
+    named = re.search(r"""--out[ =]((?:'[^']*'|"[^"]*"|[^\s'"])+)""", source.run.command)
+    if named:
+        return named[1]
+    return shlex.quote(f"results/{source.run.config}{'-bench' if made_by(source.run) == 'bench' else ''}")
 
 
 # -- helpers
@@ -424,10 +457,12 @@ class Letters(dict[str, str]):
 
 
 def bases(source: "Source") -> list[Contract]:
-    """A sweep's contracts without T, a section each: usual sizes and few unusual fields first."""
-    found = {
-        r.contract if isinstance(r, Check) else r.problem.contract for r in source.records if not isinstance(r, Build)
-    }
+    """A sweep's contracts without T, a section each: usual sizes and few unusual fields first.
+
+    Those of which a cell was tried, or a check failed: of what only passed its check there is nothing to say yet.
+    """
+    found = {r.problem.contract for r in source.records if isinstance(r, (Cell, Trial))}
+    found |= {r.contract for r in source.records if isinstance(r, Check) and r.status != "ok"}
     plain = Contract()
 
     def order(c: Contract) -> tuple[Any, ...]:
@@ -447,12 +482,6 @@ def of_contract(frame: "pd.DataFrame", base: Contract) -> "pd.DataFrame":
 
 def _cell_of(row: Any) -> tuple[Any, ...]:
     return tuple(row[name] for name in (*Contract.__struct_fields__, "B", "H", "HV"))
-
-
-def _is_peers(record: Record) -> bool:
-    """Whether a record is a peer's timing, or its check."""
-    name = record.variant if isinstance(record, Check) else getattr(getattr(record, "variant", None), "kernel", "")
-    return name.startswith(peers.PREFIX)
 
 
 def _reasons(cell: Cell) -> frozenset[str]:

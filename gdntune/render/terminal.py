@@ -41,7 +41,8 @@ def print_document(document: Document, console: Console, *, details: bool = Fals
                 table, least = _table(block)
                 console.print(table, width=max(least, console.width), crop=False)
                 console.print()
-    if any(g.shades for s in document.sections for g in s.blocks if isinstance(g, Grid)):
+    coloured = console.color_system is not None and not console.no_color
+    if coloured and any(g.shades for s in document.sections for g in s.blocks if isinstance(g, Grid)):
         console.print()
         console.print(_legend())
 
