@@ -136,7 +136,7 @@ def sweep(
         _told(made, outcome.notes, folder, files)
         if outcome.table is not None:
             ops = sorted({rule.when.op for rule in outcome.table.rules})
-            typer.echo(f"To use the table {put_to_use(found, folder / 'table.json', ops)}.")
+            typer.echo(f"To use the table, {put_to_use(found, folder / 'table.json', ops)}.")
     if outcome.table is None:
         raise typer.Exit(FINDINGS)
 

@@ -202,8 +202,10 @@ def load(path: str | os.PathLike[str]) -> Table:
         )
     try:
         data = Path(path).read_bytes()
-    except OSError as e:
-        raise TableError(f"{path}: {e.strerror or e}; accepted is a JSON file that `gdntune sweep` wrote") from e
+    except (OSError, ValueError) as e:
+        raise TableError(
+            f"{path}: {getattr(e, 'strerror', None) or e}; accepted is a JSON file that `gdntune sweep` wrote"
+        ) from e
     if data.startswith(_JOURNALS):
         raise TableError(f"{path} is a journal, a table is wanted: `gdntune replay {path} -o table.json` makes its own")
     return validate(data, str(path))

@@ -5,6 +5,7 @@ import io
 import json
 import sys
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -15,6 +16,7 @@ from gdntune.errors import JournalError, Locked, MeasurementError, UnknownName
 from gdntune.journal import Cell, Check, Journal, Trial, digest, read
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Problem
+from gdntune.render.peers import compared
 from gdntune.render.words import ratio
 from gdntune.store import Store
 from gdntune.table import Interval, Rule, TableVariant
@@ -158,6 +160,21 @@ def test_a_failed_cell_is_tried_again(monkeypatch, store, tmp_path):
     assert [r.status for r in again.records if isinstance(r, Cell)].count("ok") == again.timed == 4
     assert again.notes == [] and again.run.cells == 4
     assert run(tmp_path, store).records == again.records
+
+
+def test_a_cell_that_was_done_again_counts_once(benched):
+    """Fault: of a cell that failed and was timed again the peers' reasons of both passes were counted."""
+    folder, outcome = benched
+    frame = report.report([folder]).frame
+    [found] = compared(frame, outcome.records)
+    last = next(r for r in reversed(outcome.records) if isinstance(r, Cell))
+    mine = [r for r in outcome.records if isinstance(r, Trial) and r.problem == last.problem]
+    failed = msgspec.structs.replace(last, status="failed", reason="lost records")
+    others = [r for r in outcome.records if r not in mine and r is not last]
+    assert any(r.role == "peer" and r.status != "ok" for r in mine)
+    for again in ([*mine, failed, *mine, last], [*mine, failed, *mine, failed]):
+        [twice] = compared(frame, [*others, *again])
+        assert twice["without_times"] == found["without_times"]
 
 
 def test_the_report_compares(benched):

@@ -333,6 +333,8 @@ def test_load_of_no_file(tmp_path):
     """A path without a file is named."""
     with pytest.raises(TableError, match=r"none\.json: No such file"):
         table.load(tmp_path / "none.json")
+    with pytest.raises(TableError, match="null byte"):
+        table.load("a\0b")
 
 
 def test_published_schema_is_current():

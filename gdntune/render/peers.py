@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gdntune.journal import Check, Record, Trial
-from gdntune.problem import Contract
+from gdntune.journal import Cell, Check, Record, Trial
+from gdntune.problem import Contract, Problem
 from gdntune.render.document import Block, Bullets, Grid, Text
 from gdntune.render.words import cell_words, geometric_mean, ratio
 
@@ -36,6 +36,21 @@ def fate(trial: Trial) -> str:
         return trial.status
     # No entry of it was called: the bench says of the whole peer why.
     return NOT_INSTALLED if trial.reason.startswith(NOT_INSTALLED) else NOT_SERVED
+
+
+def _trials(records: list[Record]) -> list[Trial]:
+    """The peers' trials that count, so none of a cell that was done again since; of a cell that failed those of its last pass."""
+    found: dict[Problem, list[Trial]] = {}
+    closed: set[Problem] = set()
+    for r in records:
+        if isinstance(r, Cell):
+            closed.add(r.problem)
+        elif isinstance(r, Trial):
+            if r.problem in closed:
+                closed.remove(r.problem)
+                found[r.problem] = []
+            found.setdefault(r.problem, []).append(r)
+    return [r for trials in found.values() for r in trials if r.role == "peer"]
 
 
 def _reason(trial: Trial) -> str:
@@ -76,7 +91,7 @@ def compared(frame: "pd.DataFrame", records: list[Record]) -> Iterator[dict[str,
     untimed: cells without a time of it, by `fate`. without_times: reasons, by how often an entry, or the whole peer, had them.
     """
     best = rivals(frame)
-    trials = [r for r in records if isinstance(r, Trial) and r.role == "peer"]
+    trials = _trials(records)
     for kernel in sorted({r.variant.kernel for r in trials}):
         mine = best[best["kernel"] == kernel]
         slowest = mine.loc[mine["chosen_speedup"].idxmin()] if len(mine) else None
@@ -125,7 +140,7 @@ def blocks(frame: "pd.DataFrame", records: list[Record]) -> Iterator[Block]:
     best = rivals(frame)
     if len(best):
         yield Grid("Our choice against each peer", _HEADERS, tuple(_groups(best, records)), left=2)
-    lost = [r for r in records if isinstance(r, Trial) and r.role == "peer" and r.status != "ok"]
+    lost = [r for r in _trials(records) if r.status != "ok"]
     if lost:
         yield from _lost(lost)
     forms = {
