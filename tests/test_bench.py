@@ -204,6 +204,19 @@ def test_the_report_compares(benched):
     assert report.report([folder]).markdown() == made.markdown()
 
 
+def test_behind_is_beyond_a_tie(benched):
+    """Slower by medians is one thing, behind another: by means, and by more than the larger of 1% and 32 ns."""
+    folder, outcome = benched
+    frame = report.report([folder]).frame.copy()
+    theirs = frame[(frame["role"] == "peer") & (frame["status"] == "ok")].index
+    frame.loc[frame["chosen"], ["median_us", "mean_us"]] = 100.0
+    for mean, behind in ((99.5, 0), (98.0, 1), (102.0, 0)):
+        frame.loc[theirs, ["median_us", "mean_us", "chosen_speedup"]] = [120.0, 120.0, 1.2]
+        frame.loc[theirs[0], ["median_us", "mean_us", "chosen_speedup"]] = [99.0, mean, 0.99]
+        [found] = compared(frame, outcome.records)
+        assert (found["slower"], found["behind"]) == (1, behind)
+
+
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory, store):
     """A bench with cells of equal work units and other heads."""

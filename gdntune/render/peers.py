@@ -9,6 +9,7 @@ from gdntune.journal import Cell, Check, Record, Trial
 from gdntune.problem import Contract, Problem
 from gdntune.render.document import Block, Bullets, Grid, Text
 from gdntune.render.words import cell_words, geometric_mean, ratio
+from gdntune.timing import tie
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,7 +21,8 @@ READING = (
     "Peers are other libraries' functions, called on the same tensors within the same measurement. Each was first compared with "
     "the reference at the cell's own sizes, by the relative norm of a few requests' outputs and states: 0.01 is accepted of 16-bit "
     "values, 0.002 of fp32, more where an entry says so. A call of several kernels counts from the first one's start to the last "
-    "one's end. Where a peer has several functions for a cell, its fastest counts. Speed-ups are of medians."
+    "one's end. Where a peer has several functions for a cell, its fastest counts. Speed-ups are of medians; `behind` are the cells where "
+    "our mean is the larger one by more than a tie, the larger of 1% and 32 ns."
 )
 
 
@@ -66,10 +68,14 @@ def _untimed(kernel: str, trials: list[Trial]) -> Counter[str]:
 
 
 def rivals(frame: "pd.DataFrame") -> "pd.DataFrame":
-    """The fastest timed entry of each peer at each cell, beside a choice of ours."""
+    """The fastest timed entry of each peer at each cell, beside a choice of ours; `behind`: ours is slower, by means beyond a tie."""
     timed = frame[(frame["role"] == "peer") & (frame["status"] == "ok") & frame["chosen_speedup"].notna()]
-    cell = ["run", "kernel", *Contract.__struct_fields__, "B", "H", "HV"]
-    return timed.sort_values([*cell, "median_us", "variant"]).drop_duplicates(cell)
+    place = ["run", *Contract.__struct_fields__, "B", "H", "HV"]
+    best = timed.sort_values([*place, "kernel", "median_us", "variant"]).drop_duplicates([*place, "kernel"])
+    ours = frame.loc[frame["chosen"], [*place, "mean_us"]].rename(columns={"mean_us": "chosen_us"})
+    best = best.merge(ours, on=place, how="left")
+    pairs = zip(best["chosen_us"], best["mean_us"], strict=True)
+    return best.assign(behind=[mine > theirs and not tie(mine, theirs) for mine, theirs in pairs])
 
 
 def names(frame: "pd.DataFrame") -> list[str]:
@@ -88,7 +94,8 @@ def label(kernel: str, records: list[Record]) -> str:
 def compared(frame: "pd.DataFrame", records: list[Record]) -> Iterator[dict[str, Any]]:
     """For each peer that was asked for: over how many cells, the geometric mean, the worst cell, and reasons for the others.
 
-    untimed: cells without a time of it, by `fate`. without_times: reasons, by how often an entry, or the whole peer, had them.
+    slower: cells where our median is the larger one; behind: where our mean is, beyond a tie. untimed: cells without a time of it, by
+    `fate`. without_times: reasons, by how often an entry, or the whole peer, had them.
     """
     best = rivals(frame)
     trials = _trials(records)
@@ -107,6 +114,7 @@ def compared(frame: "pd.DataFrame", records: list[Record]) -> Iterator[dict[str,
             "worst": None if slowest is None else float(slowest["chosen_speedup"]),
             "worst_cell": None if slowest is None else cell_words(slowest),
             "slower": int((mine["chosen_speedup"] < 1).sum()),
+            "behind": int(mine["behind"].sum()),
             "untimed": dict(_untimed(kernel, trials)),
             "without_times": dict(reasons),
         }
@@ -119,7 +127,8 @@ def lines(frame: "pd.DataFrame", records: list[Record]) -> Iterator[str]:
         if found["cells"]:
             said.append(
                 f"{found['geometric_mean']:.3f} times as fast in the geometric mean of {found['cells']} cells, {found['worst']:.3f} at "
-                f"worst ({found['worst_cell']}); slower at {found['slower']}"
+                f"worst ({found['worst_cell']}); slower at {found['slower']}, at {found['behind']} "
+                f"beyond a tie"
             )
         if untimed := found["untimed"]:
             said.append("it " + ", ".join(_FATES[name].format(n) for name, n in sorted(untimed.items())))
@@ -139,7 +148,7 @@ def blocks(frame: "pd.DataFrame", records: list[Record]) -> Iterator[Block]:
     """The peers' own section: by kind of contract, those without times, and how each was called."""
     best = rivals(frame)
     if len(best):
-        yield Grid("Our choice against each peer", _HEADERS, tuple(_groups(best, records)), left=2)
+        yield Grid("Our choice against each peer", _HEADERS, tuple(_groups(best)), left=2)
     lost = [r for r in _trials(records) if r.status != "ok"]
     if lost:
         yield from _lost(lost)
@@ -153,7 +162,7 @@ def blocks(frame: "pd.DataFrame", records: list[Record]) -> Iterator[Block]:
         yield Bullets(tuple(forms[name] for name in sorted(forms)))
 
 
-_HEADERS = ("peer", "contract", "cells", "geomean", "worst", "at T, B x HV")
+_HEADERS = ("peer", "contract", "cells", "geomean", "worst", "at T, B x HV", "behind")
 
 
 def _kind(row: Any) -> str:
@@ -165,7 +174,7 @@ def _kind(row: Any) -> str:
     return " ".join([*words, *([] if row["pool"] else ["in order"])])
 
 
-def _groups(best: "pd.DataFrame", records: list[Record]) -> Iterator[tuple[str, ...]]:
+def _groups(best: "pd.DataFrame") -> Iterator[tuple[str, ...]]:
     for kernel in names(best):
         groups: dict[str, list[Any]] = {}
         for _, row in best[best["kernel"] == kernel].iterrows():
@@ -173,12 +182,13 @@ def _groups(best: "pd.DataFrame", records: list[Record]) -> Iterator[tuple[str, 
         for kind, rows in groups.items():
             worst = min(rows, key=lambda row: row["chosen_speedup"])
             yield (
-                label(kernel, records),
+                kernel.removeprefix(PREFIX),
                 kind,
                 str(len(rows)),
                 ratio(geometric_mean(row["chosen_speedup"] for row in rows)),
                 ratio(worst["chosen_speedup"]),
                 f"T={worst['tokens']}, {worst['B']} x {worst['HV']}",
+                str(sum(row["behind"] for row in rows)),
             )
 
 
