@@ -255,18 +255,24 @@ def by_work_units(cells: Iterable[Timed]) -> dict[Contract, list[Timed]]:
     return {contract: [best[w] for w in sorted(best)] for contract, best in found.items()}
 
 
-def passes(records: Iterable[Record]) -> dict[Problem, list[Trial]]:
-    """The trials of each problem that count: of its last pass that a Cell closed as ok; all, where no Cell closed any."""
+def passes(records: Iterable[Record], failed: bool = False) -> dict[Problem, list[Trial]]:
+    """The trials of each problem that count: of its last pass that a Cell closed as ok; all, where no Cell closed any.
+
+    failed: where none was closed as ok, those of the last pass that failed, too.
+    """
     is_open: dict[Problem, list[Trial]] = {}
     closed: dict[Problem, list[Trial]] = {}
+    ok: set[Problem] = set()
     for record in records:
         if isinstance(record, Trial):
             is_open.setdefault(record.problem, []).append(record)
         elif isinstance(record, Cell):
             trials = is_open.pop(record.problem, [])
             closed.setdefault(record.problem, [])
-            if record.status == "ok" and trials:
+            if trials and (record.status == "ok" or (failed and record.problem not in ok)):
                 closed[record.problem] = trials
+            if record.status == "ok":
+                ok.add(record.problem)
     return {**is_open, **closed}
 
 

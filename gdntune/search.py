@@ -298,12 +298,11 @@ class _Sweep:
 
     def _note_untimed(self) -> None:
         """Notes what the judged tables choose that is no variant of this config."""
+        if not self.judged:
+            return
         chosen = chosen_by(self.judged)
-        missing = {
-            (p.contract, name)
-            for p in self.config.problems()
-            for name in chosen(p) - {v.id for v in self._with_defaults(p.contract)}
-        }
+        known = {contract: {v.id for v in self._with_defaults(contract)} for contract in self.plan}
+        missing = {(p.contract, name) for p in self.config.problems() for name in chosen(p) - known[p.contract]}
         if missing:
             self.notes.append(
                 f"{len(missing)} choices of the judged tables are not timed, since they are no sound variants of this config: "

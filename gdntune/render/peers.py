@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gdntune.journal import Cell, Check, Record, Trial
-from gdntune.problem import Contract, Problem
+from gdntune.derive import passes
+from gdntune.journal import Check, Record, Trial
+from gdntune.problem import Contract
 from gdntune.render.document import Block, Bullets, Grid, Text
 from gdntune.render.words import cell_words, geometric_mean, ratio
 from gdntune.timing import tie
@@ -41,18 +42,8 @@ def fate(trial: Trial) -> str:
 
 
 def _trials(records: list[Record]) -> list[Trial]:
-    """The peers' trials that count, so none of a cell that was done again since; of a cell that failed those of its last pass."""
-    found: dict[Problem, list[Trial]] = {}
-    closed: set[Problem] = set()
-    for r in records:
-        if isinstance(r, Cell):
-            closed.add(r.problem)
-        elif isinstance(r, Trial):
-            if r.problem in closed:
-                closed.remove(r.problem)
-                found[r.problem] = []
-            found.setdefault(r.problem, []).append(r)
-    return [r for trials in found.values() for r in trials if r.role == "peer"]
+    """The peers' trials that count, so none of a cell that was done again since."""
+    return [r for trials in passes(records, failed=True).values() for r in trials if r.role == "peer"]
 
 
 def _reason(trial: Trial) -> str:
