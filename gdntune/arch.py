@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -63,6 +64,8 @@ EVENT_REASONS: dict[int, str] = {
     0x100: "display_clock_setting",
 }
 THROTTLES = frozenset({"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"})
+# How long a cell waits for a throttled device to cool, and between two looks at it.
+COOL_S, LOOK_S = 10.0, 0.25
 
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cupti-python")
 
@@ -304,6 +307,26 @@ def clocks(index: int | None = 0) -> Clocks:
 def throttled(now: Clocks) -> bool:
     """Whether heat, a power brake or another hardware slowdown held the clocks down; a plain power cap is not one."""
     return not THROTTLES.isdisjoint(now.event_reasons)
+
+
+def settled(index: int | None = 0) -> Clocks:
+    """`clocks` as soon as nothing throttles the device, or after COOL_S all the same."""
+    end = time.monotonic() + COOL_S
+    while throttled(now := clocks(index)) and time.monotonic() < end:
+        time.sleep(LOOK_S)
+    return now
+
+
+def slowdown(*seen: Clocks) -> str | None:
+    """What held the clocks down, and the least clock and highest temperature seen meanwhile; None: nothing did."""
+    found = [now for now in seen if throttled(now)]
+    if not found:
+        return None
+    reasons = sorted({reason for now in found for reason in THROTTLES.intersection(now.event_reasons)})
+    mhz = min((now.sm_mhz for now in found if now.sm_mhz is not None), default=None)
+    heat = max((now.temperature_c for now in found if now.temperature_c is not None), default=None)
+    at = [f"SMs at {mhz} MHz"] * (mhz is not None) + [f"{heat} C"] * (heat is not None)
+    return f"{', '.join(reasons)} ({', '.join(at)})" if at else ", ".join(reasons)
 
 
 def peak_disagreement(values: Mapping[str, float | None]) -> str | None:

@@ -26,7 +26,7 @@ from gdntune.search import Progress, failures, resolved, run_header
 from gdntune.store import ObjectSpec, Store, object_spec
 from gdntune.table import Table, save
 from gdntune.timing import Policy
-from gdntune.trials import CELL_GRACE_S, CHECK_EACH_S, CHECK_TIMEOUT_S, RETRIES
+from gdntune.trials import CELL_GRACE_S, CHECK_EACH_S, CHECK_TIMEOUT_S, RETRIES, Throttling, went
 
 # A peer's first call at a shape compiles, and the first of all imports its library.
 PROBE_TIMEOUT_S = 300.0
@@ -61,7 +61,8 @@ def bench(
     """Times a config's cells, each B, H and HV: the table's choice, the default rule's, the floor and each peer, interleaved.
 
     table: instead of the one in use. rounds: instead of the config's final_rounds. Writes folder/journal.jsonl and folder/table.json,
-    or goes on where the journal ends. Raises GdntuneError for a peer that is not known, a journal of another bench, a folder in use.
+    or goes on where the journal ends. Raises GdntuneError for a peer that is not known, a journal of another bench, a folder in use, a
+    device that cannot hold its clocks.
     """
     if rounds is not None:
         config = msgspec.structs.replace(config, search=msgspec.structs.replace(config.search, final_rounds=rounds))
@@ -219,6 +220,7 @@ class _Bench:
         done = timed(journal.records)
         todo = [p for p in self.config.all_problems() if p not in done]
         self.progress.start("time", len(todo))
+        throttling = Throttling()
         for problem in todo:
             if self.ours[problem]:
                 records, entries = self._probed(problem)
@@ -228,6 +230,7 @@ class _Bench:
                 records = [Cell(problem=problem, status="failed", reason=reason)]
             journal.extend(records)
             self.progress.step()
+            throttling.see(records)
         self.progress.end()
 
     def _probed(self, problem: Problem) -> tuple[list[Record], list[Named]]:
@@ -262,9 +265,11 @@ class _Bench:
         got: Any = None
         for _ in range(1 + RETRIES):
             got = self._measure(problem, ours, floors, entries, search)
-            if not (isinstance(got, Found) and got.throttled):
+            if not (isinstance(got, Found) and got.took.throttled):
                 break
         if isinstance(got, Found):
+            if got.took.throttled:
+                return [Cell(problem=problem, **went(got.took))]
             return self._cell(problem, ours, entries, got)
         quick = msgspec.structs.replace(search, final_rounds=QUICK_ROUNDS)
         if not entries or not isinstance(self._measure(problem, ours, floors, [], quick), Found):
@@ -297,8 +302,6 @@ class _Bench:
             *(("floor", v, us) for v, us in got.floors),
             *(("peer", self._variant(e, problem), us) for e, us in zip(entries, got.peers, strict=True)),
         ]
-        if got.throttled:
-            self.notes.append(f"{problem.key()}: timed while the device was throttled, twice")
         return [
             *(
                 Trial(problem=problem, variant=v, role=role, stage="final", status="ok", samples_us=us)
@@ -306,12 +309,7 @@ class _Bench:
             ),
             Cell(
                 problem=problem,
-                status="ok",
-                reason="throttled" if got.throttled else "",
-                stop=got.stop,
-                seconds=round(got.seconds, 4),
-                clocks_before=msgspec.to_builtins(got.before),
-                clocks_after=msgspec.to_builtins(got.after),
+                **went(got.took),
                 default_variant=kernels.default(problem.contract, problem.work_units, self.device).id,
                 choice=self.choices[problem],
             ),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from gdntune import peers
-from gdntune.arch import Clocks, clocks, throttled
+from gdntune.arch import clocks, settled
 from gdntune.cases import Case
 from gdntune.config import Search
 from gdntune.errors import CheckFailed
@@ -14,7 +14,7 @@ from gdntune.kernels.spec import Variant
 from gdntune.peers.compare import Expected
 from gdntune.peers.spec import Bound
 from gdntune.problem import Problem
-from gdntune.session import LaidOut, Session, Start, current
+from gdntune.session import LaidOut, Session, Start, Took, current
 from gdntune.timing import summary
 
 # Quick rounds: to find the best floors, and to see what a round of everything takes.
@@ -41,11 +41,7 @@ class Found(NamedTuple):
     ours: list[list[float]]
     floors: list[tuple[Variant, list[float]]]
     peers: list[list[float]]
-    stop: str
-    seconds: float
-    before: Clocks
-    after: Clocks
-    throttled: bool
+    took: Took
 
 
 def probe_task(start: Start, problem: Problem, named: Named) -> Probe:
@@ -91,7 +87,7 @@ def time_task(
     """Times our variants, the best floors and the entries of peers on shared tensors, interleaved in one measurement."""
     session = current(start)
     began, device = time.perf_counter(), session.index if session.device.kind == "cuda" else None
-    before = clocks(device)
+    before = settled(device)
     session.load(problem.contract, [*ours, *floors])
     best, cycles = _best_floors(session, problem, ours, floors), [1] * len(entries)
 
@@ -112,10 +108,8 @@ def time_task(
     after = clocks(device)
     n, m = len(ours), len(ours) + len(best)
     timed_floors = [*zip(best, samples[n:m], strict=True)]
-    return Found(
-        samples[:n], timed_floors, [*map(_whole_cycles, samples[m:], cycles)], stop, time.perf_counter() - began, before, after,
-        throttled(before) or throttled(after),
-    )  # fmt: skip
+    took = Took(stop, time.perf_counter() - began, before, after)
+    return Found(samples[:n], timed_floors, [*map(_whole_cycles, samples[m:], cycles)], took)
 
 
 def _best_floors(session: Session, problem: Problem, ours: list[Variant], floors: list[Variant]) -> list[Variant]:

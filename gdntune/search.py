@@ -112,7 +112,7 @@ def sweep(
     for each number. executor: where the workers are; `ray` has one for each device of the Ray cluster at hand. policy: instead of
     the config's. judged: tables whose choices are timed to the end at the config's cells, so that `judge` compares final samples; what
     of them the config does not time is in the notes. Raises GdntuneError for a journal of another sweep, a folder in use, devices
-    that differ, a tool that is missing.
+    that differ, a tool that is missing, a device that cannot hold its clocks.
     """
     return _Sweep(
         config, Path(folder), device, tuple(devices) or (index,), executor, store, jobs, policy or config.policy,
@@ -132,6 +132,7 @@ class _Sweep:
         self.judged = judged
         self.plan = plan(config, device)
         self.notes: list[str] = []
+        self.throttling = trials.Throttling()
         self.built: dict[str, Built] = {}
         self.usable: dict[Contract, list[Variant]] = {}
         self.floors: dict[Contract, list[Variant]] = {}
@@ -350,10 +351,9 @@ class _Sweep:
             contract = records[-1].problem.contract
             bad = trials.broken(records)
             self.usable[contract] = [v for v in self.usable[contract] if v.id not in bad]
-            if records[-1].reason == "throttled":
-                self.notes.append(f"{records[-1].problem.key()}: timed while the device was throttled, twice")
             journal.extend(records)
             self.progress.step()
+            self.throttling.see(records)
         self.progress.end()
 
     def _job(self, problem: Problem, purpose: Purpose, judged: frozenset[str]) -> Callable[[Worker], list[Record]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from gdntune import kernels, sol
-from gdntune.arch import Clocks, Device, clocks, detect, software, throttled
+from gdntune.arch import Clocks, Device, clocks, detect, settled, slowdown, software
 from gdntune.check import Checker
 from gdntune.config import Search
 from gdntune.errors import MeasurementError, UnsupportedProblem
@@ -41,15 +41,25 @@ class Timed(NamedTuple):
     final_us: list[float]
 
 
-class CellResult(NamedTuple):
-    """What timing one cell gave."""
+class Took(NamedTuple):
+    """How timing one cell went: the rule that ended it, its seconds, the clocks before and after."""
 
-    timed: list[Timed]
     stop: str
     seconds: float
     before: Clocks
     after: Clocks
-    throttled: bool
+
+    @property
+    def throttled(self) -> str | None:
+        """What held the clocks down, see `arch.slowdown`."""
+        return slowdown(self.before, self.after)
+
+
+class CellResult(NamedTuple):
+    """What timing one cell gave."""
+
+    timed: list[Timed]
+    took: Took
 
 
 class Calls(NamedTuple):
@@ -222,7 +232,7 @@ class Session:
         that are judged here, such as the table's at a held-out cell.
         """
         start = time.perf_counter()
-        before = clocks(self.index if self.device.kind == "cuda" else None)
+        before = settled(self.index if self.device.kind == "cuda" else None)
         self.load(problem.contract, [*decode, *floor])
 
         def lay_out() -> LaidOut:
@@ -251,9 +261,7 @@ class Session:
             Timed(v, "decode" if i < n else "floor", screen[i], final.get(i, []))
             for i, v in enumerate([*decode, *floor])
         ]
-        return CellResult(
-            timed, stop, time.perf_counter() - start, before, after, throttled(before) or throttled(after)
-        )
+        return CellResult(timed, Took(stop, time.perf_counter() - start, before, after))
 
     def final(
         self,

@@ -21,6 +21,9 @@ CHECK_EACH_S = 2.0
 CELL_GRACE_S = 120.0
 # A throttled cell, and one whose times cannot be true, is timed again.
 RETRIES = 1
+# So many throttled cells of a device in a row, each twice and after a wait, are no accident.
+THROTTLED_IN_A_ROW = 3
+_THROTTLED = "throttled, in every attempt, by "
 # How torch, CUDA and the system say that there was no memory; an illegal access is of another kind.
 _NO_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|not enough memory|(can't|cannot) allocate", re.IGNORECASE
@@ -80,31 +83,31 @@ def time(worker: Worker, plan: Plan, retries: int = RETRIES) -> list[Record]:
             if attempt == RETRIES:
                 return [plan.cell(worker, "failed", reason=str(e))]
             continue
-        if isinstance(got, Crashed) or not got.throttled:
+        if isinstance(got, Crashed) or not got.took.throttled:
             break
     if isinstance(got, Crashed):
         return _culprits(worker, plan, got, limit, retries)
     records: list[Record] = []
-    for t in got.timed:
+    for t in got.timed if not got.took.throttled else ():
         screen = Trial(
             problem=plan.problem, variant=t.variant, role=t.role, stage="screen", status="ok", samples_us=t.screen_us
         )
         records.append(screen)
         if t.final_us:
             records.append(msgspec.structs.replace(screen, stage="final", samples_us=t.final_us))
-    return [
-        *records,
-        plan.cell(
-            worker,
-            "ok",
-            reason="throttled" if got.throttled else "",
-            stop=got.stop,
-            seconds=round(got.seconds, 4),
-            clocks_before=msgspec.to_builtins(got.before),
-            clocks_after=msgspec.to_builtins(got.after),
-            default_variant=plan.default,
-        ),
-    ]
+    return [*records, plan.cell(worker, default_variant=plan.default, **went(got.took))]
+
+
+def went(took: session.Took) -> dict[str, Any]:
+    """The fields of a Cell that say how its timing went; one that was throttled failed, so that its sweep tries it again."""
+    return {
+        "status": "failed" if took.throttled else "ok",
+        "reason": f"{_THROTTLED}{took.throttled}" if took.throttled else "",
+        "stop": took.stop,
+        "seconds": round(took.seconds, 4),
+        "clocks_before": msgspec.to_builtins(took.before),
+        "clocks_after": msgspec.to_builtins(took.after),
+    }
 
 
 def _culprits(worker: Worker, plan: Plan, whole: Crashed, limit: float, retries: int) -> list[Record]:
@@ -137,6 +140,26 @@ def _culprits(worker: Worker, plan: Plan, whole: Crashed, limit: float, retries:
         return [*trials, plan.cell(worker, "failed", reason=whole.reason)]
     default = plan.default if plan.default not in bad else msgspec.UNSET
     return trials + time(worker, plan._replace(variants=rest, default=default))
+
+
+class Throttling:
+    """Counts the throttled cells that each device had in a row."""
+
+    def __init__(self) -> None:
+        self._in_a_row: dict[str | msgspec.UnsetType, int] = {}
+
+    def see(self, records: Sequence[Record]) -> None:
+        """Takes note of a cell's records; raises MeasurementError where a device cannot hold its clocks."""
+        for cell in (r for r in records if isinstance(r, Cell)):
+            on = cell.timed_on
+            self._in_a_row[on] = self._in_a_row.get(on, 0) + 1 if cell.reason.startswith(_THROTTLED) else 0
+            if self._in_a_row[on] >= THROTTLED_IN_A_ROW:
+                of = "" if on is msgspec.UNSET else f" of {on}"
+                raise MeasurementError(
+                    f"the last {THROTTLED_IN_A_ROW} cells{of} were {cell.reason}: at such clocks another variant can be the fastest, so "
+                    "the sweep or bench ends here. What is journalled stays. See to the device's cooling and power, or take another of "
+                    "its model, and give the same command again: it goes on where it ended"
+                )
 
 
 def broken(records: Sequence[Record]) -> set[str]:

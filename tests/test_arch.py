@@ -1,5 +1,6 @@
 """Devices: names, detection, NVML, caches, versions; without a GPU, so torch's and NVML's answers are stand-ins."""
 
+import itertools
 import subprocess
 import sys
 import types
@@ -247,6 +248,30 @@ def test_clocks(monkeypatch):
 def test_not_throttled(reasons):
     """Idleness, set clocks and a power cap are no slowdown."""
     assert not arch.throttled(Clocks(event_reasons=reasons))
+
+
+def test_a_throttled_device_is_waited_for(monkeypatch):
+    """Until nothing holds its clocks down, and no longer than it takes; a device that is well is not waited for."""
+    hot, well = Clocks(sm_mhz=990, event_reasons=("sw_thermal_slowdown",)), Clocks(sm_mhz=1980)
+    slept: list[float] = []
+    monkeypatch.setattr(arch.time, "sleep", slept.append)
+    monkeypatch.setattr(arch.time, "monotonic", lambda: sum(slept))
+    for states, waited in (([well], 0), ([hot, hot, well], 2 * arch.LOOK_S), (itertools.repeat(hot), arch.COOL_S)):
+        slept.clear()
+        seen = iter(states)
+        monkeypatch.setattr(arch, "clocks", lambda index, seen=seen: next(seen))
+        assert arch.settled(0) is (hot if waited == arch.COOL_S else well)
+        assert sum(slept) == waited
+
+
+def test_slowdown_in_words():
+    """What held the clocks down, the least clock and the highest temperature of the looks at which something did."""
+    brake = Clocks(sm_mhz=1200, temperature_c=60, event_reasons=("hw_power_brake_slowdown", "sw_power_cap"))
+    heat = Clocks(sm_mhz=990, temperature_c=87, event_reasons=("sw_thermal_slowdown",))
+    well = Clocks(sm_mhz=500, temperature_c=90, event_reasons=("gpu_idle",))
+    assert arch.slowdown(well, Clocks()) is None
+    assert arch.slowdown(well, brake, heat) == "hw_power_brake_slowdown, sw_thermal_slowdown (SMs at 990 MHz, 87 C)"
+    assert arch.slowdown(well, Clocks(event_reasons=("hw_slowdown",))) == "hw_slowdown"
 
 
 @pytest.mark.parametrize("how", ["no binding", "no driver", "cpu"])

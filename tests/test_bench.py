@@ -162,6 +162,26 @@ def test_a_failed_cell_is_tried_again(monkeypatch, store, tmp_path):
     assert run(tmp_path, store).records == again.records
 
 
+def hot(start, problem, *rest):
+    """A device whose power brake is on; runs in the timing process."""
+    got = honest_time_task(start, problem, *rest)
+    return got._replace(took=got.took._replace(before=arch.Clocks(event_reasons=("hw_power_brake_slowdown",))))
+
+
+def test_a_device_that_cannot_hold_its_clocks_ends_the_bench(monkeypatch, store, tmp_path):
+    """Three throttled cells in a row are enough: none is a comparison; the same command goes on elsewhere."""
+    with monkeypatch.context() as patched:
+        patched.setattr(bench_session, "time_task", hot)
+        with pytest.raises(
+            MeasurementError, match="last 3 cells were throttled, in every attempt, by hw_power_brake_slowdown:"
+        ):
+            run(tmp_path, store)
+    _, records = read(tmp_path / "journal.jsonl")
+    assert [r.status for r in records if isinstance(r, Cell)] == ["failed"] * 3
+    again = run(tmp_path, store)
+    assert again.timed == 4 and again.notes == []
+
+
 def test_a_cell_that_was_done_again_counts_once(benched):
     """Fault: of a cell that failed and was timed again the peers' reasons of both passes were counted."""
     folder, outcome = benched

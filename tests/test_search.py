@@ -6,11 +6,13 @@ import os
 import re
 import time
 
+import msgspec
 import pytest
+import synthetic
 
 from gdntune import arch, config, kernels, search, session, table, trials
 from gdntune.build import Built
-from gdntune.errors import ConfigError, JournalError, Locked, ToolMissing, UnsupportedProblem
+from gdntune.errors import ConfigError, JournalError, Locked, MeasurementError, ToolMissing, UnsupportedProblem
 from gdntune.journal import Build, Cell, Check, Journal, Trial, read
 from gdntune.store import Store
 from gdntune.timing import Policy
@@ -267,10 +269,64 @@ def no_memory(start, problem, decode, floor, effort, sure=()):
     return honest_time_task(start, problem, decode, floor, effort, sure)
 
 
+def hot(start, problem, decode, floor, effort, sure=()):
+    """A device whose clocks heat holds down; runs in the timing process."""
+    got = honest_time_task(start, problem, decode, floor, effort, sure)
+    now = arch.Clocks(sm_mhz=990, temperature_c=87, event_reasons=("sw_thermal_slowdown",))
+    return got._replace(took=got.took._replace(after=now))
+
+
+def hot_at_eight(start, problem, *rest):
+    """As `hot`, at one cell."""
+    return (hot if problem.B == 8 else honest_time_task)(start, problem, *rest)
+
+
+def test_throttled_cells_are_counted_a_device():
+    """One device of several that cannot hold its clocks is named; a cell between that was well, or of another device, is no such run."""
+    cell = synthetic.records(synthetic.run())[-1]
+    bad = msgspec.structs.replace(
+        cell, status="failed", reason="throttled, in every attempt, by hw_slowdown", timed_on="cuda:1"
+    )
+    seen = trials.Throttling()
+    for good in (msgspec.structs.replace(cell, timed_on="cuda:0"), msgspec.structs.replace(cell, timed_on="cuda:1")):
+        for records in ([bad], [bad], [good]):
+            seen.see(records)
+        if good.timed_on == "cuda:0":
+            with pytest.raises(MeasurementError, match="the last 3 cells of cuda:1 were throttled.* hw_slowdown"):
+                seen.see([bad])
+            seen = trials.Throttling()
+
+
+def test_a_device_that_cannot_hold_its_clocks_ends_the_sweep(monkeypatch, store, tmp_path):
+    """Three throttled cells in a row are enough: no time of theirs is kept, and the same command times them, and the rest, elsewhere."""
+    text = TINY.replace("batch: [1, 8]", "batch: [1, 2, 4, 8, 16]")
+    assert text != TINY
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "time_task", hot)
+        with pytest.raises(
+            MeasurementError,
+            match="the last 3 cells were throttled.* sw_thermal_slowdown .SMs at 990 MHz, 87 C.*cooling",
+        ):
+            run(tmp_path, store, text)
+    _, records = read(tmp_path / "journal.jsonl")
+    cells = [r for r in records if isinstance(r, Cell)]
+    assert [(r.problem.B, r.status) for r in cells] == [(1, "failed"), (2, "failed"), (4, "failed")]
+    assert cells[0].clocks_after["temperature_c"] == 87
+    assert not [r for r in records if isinstance(r, Trial)]
+    assert not (tmp_path / "table.json").exists()
+    again = run(tmp_path, store, text)
+    assert again.table.evidence.cells == 5 and again.notes == []
+    assert again.records[: len(records)] == records
+
+
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(lost_records, "segments have no record"), (no_memory, "out of memory")],
-    ids=["lost", "memory"],
+    [
+        (lost_records, "segments have no record"),
+        (no_memory, "out of memory"),
+        (hot_at_eight, "throttled, in every attempt"),
+    ],
+    ids=["lost", "memory", "hot"],
 )
 def test_a_failed_cell_is_tried_again(fault, reason, monkeypatch, store, tmp_path):
     """Fault: a cell that failed counted as done. The same sweep times it once more, and that alone; then nothing is left to do."""

@@ -125,7 +125,9 @@ def _summary(
         lines += _baseline_lines(mine, baseline)
         lines += _held_out_lines(source)
         lines.append(_work_line(source))
-        throttled = sum(bool(arch.THROTTLES & _reasons(r)) for r in source.records if isinstance(r, Cell))
+        throttled = sum(
+            bool(arch.THROTTLES & _reasons(r)) for r in source.records if isinstance(r, Cell) and r.status == "ok"
+        )
         if throttled:
             lines.append(f"{throttled} cells were timed while heat or power held the clocks down.")
         lines += source.notes
