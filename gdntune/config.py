@@ -71,10 +71,11 @@ class HeldOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How much a sweep spends on a cell.
 
-    screen_rounds: samples of every variant in the first look. keep: leaders timed again. final_rounds: samples of each of them;
-    200 is where a 1% difference of means decides. placements: sets of tensors, each elsewhere in memory, among which the final rounds are
-    shared out: on one set a variant's lead of 1% may be its place's. max_cell_seconds: a cell's timing ends here, with the rounds it has.
-    regret: how much slower than a cell's best the chosen variant may be, where that saves an interval or a variant.
+    screen_rounds: samples by which the leaders are found: of all variants half of them, three at least, then of the better third the rest.
+    keep: leaders timed again. final_rounds: samples of each of them; 200 is where a 1% difference of means decides. placements: sets of
+    tensors, each elsewhere in memory, among which the final rounds are shared out: on one set a variant's lead of 1% may be its place's.
+    max_cell_seconds: a cell's timing ends here, with the rounds it has. regret: how much slower than a cell's best the chosen variant may
+    be, where that saves an interval or a variant.
     bisect: where neighbouring cells choose otherwise, cells between them are timed until their work units are within this ratio, as 1.1;
     none where it is left out. extra_cells: how many a contract that adds at most.
     held_out: cells that the table is judged at and that have no part in it: a number for each contract, spread between its smallest and

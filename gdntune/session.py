@@ -25,7 +25,7 @@ from gdntune.timing import TURNS, Policy, Timer, make_timer, measured_peaks, sum
 if TYPE_CHECKING:
     from gdntune.chain import Chained
 
-# A screen in two looks: all variants a few times, then the better third as often as the config says.
+# A screen in two looks: all variants half as often as the config says, but so often at least, then the better third as often as it says.
 FIRST_LOOK_ROUNDS = 3
 FIRST_LOOK_KEEPS = 3
 LEAST_KEPT = 8
@@ -242,9 +242,10 @@ class Session:
 
         sets = [lay_out()]
         everything = sets[0].everything
-        screen: list[list[float]] = self.timer.measure(everything, min(FIRST_LOOK_ROUNDS, search.screen_rounds))
+        first = min(search.screen_rounds, max(FIRST_LOOK_ROUNDS, -(-search.screen_rounds // 2)))
+        screen: list[list[float]] = self.timer.measure(everything, first)
         n = len(decode)
-        more = search.screen_rounds - FIRST_LOOK_ROUNDS
+        more = search.screen_rounds - first
         if more > 0:
             kept = _best(screen, range(n), max(LEAST_KEPT, search.keep, n // FIRST_LOOK_KEEPS))
             kept += _best(screen, range(n, len(everything)), max(FLOOR_LEADERS, len(floor) // FIRST_LOOK_KEEPS))

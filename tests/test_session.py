@@ -49,7 +49,7 @@ def test_a_cell_keeps_its_leaders_and_its_default(variants):
     assert {t.variant.id for t in finals if t.role == "floor"} == {v.id for v in floor}
     assert decode[0].id in {t.variant.id for t in finals}
     assert 2 <= sum(t.role == "decode" for t in finals) <= 3
-    assert result.stop == "12 final rounds"
+    assert result.took.stop == "12 final rounds"
 
 
 def test_what_is_judged_is_timed_to_the_end(variants):
@@ -78,13 +78,26 @@ def test_all_are_timed_to_the_end_where_as_many_are_kept(tmp_path):
     assert {len(t.final_us) for t in result.timed} == {12}
 
 
+@pytest.mark.parametrize(("rounds", "looks"), [(2, {2}), (4, {3, 4}), (6, {3, 6}), (11, {6, 11})])
+def test_the_screen_has_two_looks(tmp_path, rounds, looks):
+    """All variants have half of the screen's samples, three at least; those that go on have all of them."""
+    device, store = arch.detect("cpu"), Store(tmp_path)
+    kernel = kernels.get(kernels.variants(CONTRACT, device)[0].kernel)
+    decode = [v for v in kernels.variants(CONTRACT, device) if v.kernel == kernel.name][:12]
+    pairs = [(object_spec(kernel, CONTRACT, v, device), kernel.compiler) for v in decode]
+    assert all(b.ok for b in build.compile_objects(pairs, store))
+    result = a_session(store).time_cell(PROBLEM, decode, [], msgspec.structs.replace(SEARCH, screen_rounds=rounds))
+    assert {len(t.screen_us) for t in result.timed} == looks
+    assert all(len(t.screen_us) == rounds for t in result.timed if t.final_us)
+
+
 def test_a_cell_ends_with_its_time(variants):
     """max_cell_seconds leaves fewer rounds, and the stop rule says so."""
     store, decode, floor = variants
     result = a_session(store).time_cell(
         PROBLEM, decode, floor, msgspec.structs.replace(SEARCH, final_rounds=10**6, max_cell_seconds=0.2)
     )
-    assert result.stop == "max_cell_seconds=0.2"
+    assert result.took.stop == "max_cell_seconds=0.2"
     assert 20 <= max(len(t.final_us) for t in result.timed) < 10**6
 
 
