@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from gdntune import derive, halving, judge, kernels, merge, table
 from gdntune.arch import target
 from gdntune.errors import JournalError, UnsupportedProblem
-from gdntune.journal import Cell, Check, Journal, Trial
+from gdntune.journal import Cell, Check, Journal, Trial, read
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 
-TABLES = Path(__file__).parent.parent / "tables" / "nvidia-h100-80gb-hbm3"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
 HEADER = synthetic.run()
 CONTRACT = Contract()
 
@@ -80,11 +81,11 @@ def test_replay_is_the_sweeps_table(tmp_path):
         assert found.notes == []
 
 
-@pytest.mark.parametrize("path", sorted(TABLES.glob("*.json")), ids=lambda p: p.stem)
-def test_replay_of_the_published_sweeps(path, h100, tmp_path):
-    """The H100's journals give the shipped tables, byte for byte, as tables/README.md says; of several, merged in their order."""
+@pytest.mark.parametrize("path", sorted(ROOT.glob("tables/*/*.json")), ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_replay_of_the_published_sweeps(path, tmp_path):
+    """The published journals give the shipped tables, byte for byte, as tables/README.md says; of several, merged in their order."""
     evidence = table.load(path).evidence
-    journals = [h100[0].parent / f"{s.config}.jsonl.xz" for s in evidence.sources or (evidence,)]
+    journals = [RESULTS / path.parent.name / f"{s.config}.jsonl.xz" for s in evidence.sources or (evidence,)]
     made = [judge.replay(published, regret=0.005).table for published in journals]
     table.save(functools.reduce(lambda a, b: merge.merge(a, b, "first"), made), tmp_path / "t.json")
     assert (tmp_path / "t.json").read_bytes() == path.read_bytes()
@@ -130,6 +131,19 @@ def test_replay_has_the_headers_settings(tmp_path, default_is):
 
 
 # -- judge
+
+
+def test_the_published_sweeps_repeat():
+    """Three sweeps of one config on an H100: each one's table, judged on each other's final samples, is within a tie at every cell."""
+    journals = {n: RESULTS / "nvidia-h100-80gb-hbm3" / f"t1-cold-clean.{n}.jsonl.xz" for n in "hij"}
+    tables = {n: judge.replay(path).table for n, path in journals.items()}
+    for judging, path in journals.items():
+        run, records = read(path)
+        for of in tables.keys() - {judging}:
+            found = judge.judge(tables[of], records, run)
+            assert len(found.cells) == found.table.cells == 40
+            assert found.table.screened == found.table.beyond_tie == 0, (of, judging)
+            assert found.table.regret_mean < 0.001 and found.table.regret_max < 0.01, (of, judging)
 
 
 def test_regret_on_other_samples(default_is):
