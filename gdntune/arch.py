@@ -66,6 +66,8 @@ EVENT_REASONS: dict[int, str] = {
 THROTTLES = frozenset({"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"})
 # How long a cell waits for a throttled device to cool, and between two looks at it.
 COOL_S, LOOK_S = 10.0, 0.25
+# A clock that moved by more than this is another clock.
+SHIFT = 0.05
 
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cupti-python")
 
@@ -327,6 +329,15 @@ def slowdown(*seen: Clocks) -> str | None:
     heat = max((now.temperature_c for now in found if now.temperature_c is not None), default=None)
     at = [f"SMs at {mhz} MHz"] * (mhz is not None) + [f"{heat} C"] * (heat is not None)
     return f"{', '.join(reasons)} ({', '.join(at)})" if at else ", ".join(reasons)
+
+
+def shift(before: Clocks, after: Clocks) -> str | None:
+    """How the clock of the SMs or the memory moved between two looks, by more than SHIFT; None: neither did, or the device was idle."""
+    if "gpu_idle" in {*before.event_reasons, *after.event_reasons}:
+        return None
+    pairs = {"SMs": (before.sm_mhz, after.sm_mhz), "memory": (before.memory_mhz, after.memory_mhz)}
+    moved = {name: (a, b) for name, (a, b) in pairs.items() if a and b and abs(a - b) > SHIFT * max(a, b)}
+    return ", ".join(f"{name} from {a} to {b} MHz" for name, (a, b) in moved.items()) or None
 
 
 def peak_disagreement(values: Mapping[str, float | None]) -> str | None:

@@ -86,8 +86,9 @@ def time_task(
 ) -> Found:
     """Times our variants, the best floors and the entries of peers on shared tensors, interleaved in one measurement."""
     session = current(start)
-    began, device = time.perf_counter(), session.index if session.device.kind == "cuda" else None
+    device = session.index if session.device.kind == "cuda" else None
     before = settled(device)
+    began = time.perf_counter()
     session.load(problem.contract, [*ours, *floors])
     best, cycles = _best_floors(session, problem, ours, floors), [1] * len(entries)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from gdntune import kernels, sol
-from gdntune.arch import Clocks, Device, clocks, detect, settled, slowdown, software
+from gdntune.arch import Clocks, Device, clocks, detect, settled, shift, slowdown, software
 from gdntune.check import Checker
 from gdntune.config import Search
 from gdntune.errors import MeasurementError, UnsupportedProblem
@@ -53,6 +53,11 @@ class Took(NamedTuple):
     def throttled(self) -> str | None:
         """What held the clocks down, see `arch.slowdown`."""
         return slowdown(self.before, self.after)
+
+    @property
+    def shifted(self) -> str | None:
+        """How a clock moved meanwhile, see `arch.shift`."""
+        return shift(self.before, self.after)
 
 
 class CellResult(NamedTuple):
@@ -231,8 +236,8 @@ class Session:
         sure: ids of `decode` that are always among the leaders: the default rule's choice, which a tuned one must beat, and those
         that are judged here, such as the table's at a held-out cell.
         """
-        start = time.perf_counter()
         before = settled(self.index if self.device.kind == "cuda" else None)
+        start = time.perf_counter()
         self.load(problem.contract, [*decode, *floor])
 
         def lay_out() -> LaidOut:

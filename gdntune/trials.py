@@ -19,7 +19,7 @@ from gdntune.problem import Contract, Problem
 CHECK_TIMEOUT_S = 120.0
 CHECK_EACH_S = 2.0
 CELL_GRACE_S = 120.0
-# A throttled cell, and one whose times cannot be true, is timed again.
+# A throttled cell, one during which a clock moved, and one whose times cannot be true, is timed again.
 RETRIES = 1
 # So many throttled cells of a device in a row, each twice and after a wait, are no accident.
 THROTTLED_IN_A_ROW = 3
@@ -83,7 +83,7 @@ def time(worker: Worker, plan: Plan, retries: int = RETRIES) -> list[Record]:
             if attempt == RETRIES:
                 return [plan.cell(worker, "failed", reason=str(e))]
             continue
-        if isinstance(got, Crashed) or not got.took.throttled:
+        if isinstance(got, Crashed) or not (got.took.throttled or got.took.shifted):
             break
     if isinstance(got, Crashed):
         return _culprits(worker, plan, got, limit, retries)
@@ -99,10 +99,14 @@ def time(worker: Worker, plan: Plan, retries: int = RETRIES) -> list[Record]:
 
 
 def went(took: session.Took) -> dict[str, Any]:
-    """The fields of a Cell that say how its timing went; one that was throttled failed, so that its sweep tries it again."""
+    """The fields of a Cell that say how its timing went; one that was throttled failed, so that its sweep tries it again.
+
+    One during which a clock moved in every attempt is kept: a device at its power limit is at its own clocks.
+    """
+    reason = f"{_THROTTLED}{took.throttled}" if took.throttled else ""
     return {
         "status": "failed" if took.throttled else "ok",
-        "reason": f"{_THROTTLED}{took.throttled}" if took.throttled else "",
+        "reason": reason or (f"clocks moved: {took.shifted}" if took.shifted else ""),
         "stop": took.stop,
         "seconds": round(took.seconds, 4),
         "clocks_before": msgspec.to_builtins(took.before),

@@ -274,6 +274,21 @@ def test_slowdown_in_words():
     assert arch.slowdown(well, Clocks(event_reasons=("hw_slowdown",))) == "hw_slowdown"
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (Clocks(1980, 2619), Clocks(1755, 2619), "SMs from 1980 to 1755 MHz"),
+        (Clocks(1530, 2619), Clocks(1980, 1593), "SMs from 1530 to 1980 MHz, memory from 2619 to 1593 MHz"),
+        (Clocks(1980, 2619), Clocks(1890, 2619, event_reasons=("sw_power_cap",)), None),
+        (Clocks(345, 2619, event_reasons=("gpu_idle",)), Clocks(1980, 2619), None),
+        (Clocks(), Clocks(1980, 2619), None),
+    ],
+)
+def test_a_clock_that_moved(before, after, said):
+    """By more than 5%, and only where both are known and the device was at work."""
+    assert arch.shift(before, after) == said
+
+
 @pytest.mark.parametrize("how", ["no binding", "no driver", "cpu"])
 def test_clocks_are_empty(monkeypatch, how):
     """The CPU, a missing binding and a missing driver give empty clocks, not errors."""

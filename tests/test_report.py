@@ -314,6 +314,18 @@ def test_a_throttled_cell_is_said(tmp_path):
     assert "1 cells were timed while heat or power" in _report_of(header, [*rest, hot]).markdown()
 
 
+def test_a_clock_that_moved_is_said(tmp_path):
+    """So are those during which the clocks moved, whatever for."""
+    header = synthetic.run()
+    *rest, closing = synthetic.records(header)
+    looks = {
+        "clocks_before": {"sm_mhz": 1980, "memory_mhz": 2619},
+        "clocks_after": {"sm_mhz": 1620, "memory_mhz": 2619},
+    }
+    text = _report_of(header, [*rest, msgspec.structs.replace(closing, **looks)]).markdown()
+    assert "1 cells were timed while a clock moved by more than 5%" in text and "held the clocks down" not in text
+
+
 def test_peaks_that_disagree_are_said(tmp_path):
     """Datasheet and NVML more than 5% apart are in the environment's section."""
     header = synthetic.run(peaks={"datasheet": 3352.0, "nvml": 2039.0, "measured": 3005.0})

@@ -281,6 +281,32 @@ def hot_at_eight(start, problem, *rest):
     return (hot if problem.B == 8 else honest_time_task)(start, problem, *rest)
 
 
+def power_limited(start, problem, *rest):
+    """A device whose clock falls at its power limit, as a file says: in so many attempts; runs in the timing process."""
+    got = honest_time_task(start, problem, *rest)
+    with open(os.environ["GDNTUNE_TEST_ATTEMPTS"], "a+") as f:
+        f.seek(0)
+        left, asked = int(f.readline()), len(f.readlines())
+        f.write("asked\n")
+    before, after = arch.Clocks(sm_mhz=1980), arch.Clocks(sm_mhz=1620 if asked < left else 1965)
+    return got._replace(took=got.took._replace(before=before, after=after))
+
+
+@pytest.mark.parametrize(
+    ("attempts", "asked", "reason"), [(0, 2, ""), (1, 3, ""), (9, 4, "clocks moved: SMs from 1980 to 1620 MHz")]
+)
+def test_a_cell_is_timed_again_when_a_clock_moved(attempts, asked, reason, monkeypatch, store, tmp_path):
+    """Once more; and kept where it moves again, with what it did, since a device at its power limit is at its own clocks."""
+    count = tmp_path / "attempts"
+    count.write_text(f"{attempts}\n")
+    monkeypatch.setenv("GDNTUNE_TEST_ATTEMPTS", str(count))
+    monkeypatch.setattr(session, "time_task", power_limited)
+    outcome = run(tmp_path / "sweep", store)
+    assert len(count.read_text().splitlines()) - 1 == asked
+    assert [(r.status, r.reason) for r in outcome.records if isinstance(r, Cell)] == [("ok", reason)] * 2
+    assert outcome.table.evidence.cells == 2
+
+
 def test_throttled_cells_are_counted_a_device():
     """One device of several that cannot hold its clocks is named; a cell between that was well, or of another device, is no such run."""
     cell = synthetic.records(synthetic.run())[-1]

@@ -9,6 +9,8 @@ from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from gdntune import arch
 from gdntune.baseline import Baseline
 from gdntune.journal import Build, Cell, Check, Record, Trial, made_by
@@ -125,11 +127,7 @@ def _summary(
         lines += _baseline_lines(mine, baseline)
         lines += _held_out_lines(source)
         lines.append(_work_line(source))
-        throttled = sum(
-            bool(arch.THROTTLES & _reasons(r)) for r in source.records if isinstance(r, Cell) and r.status == "ok"
-        )
-        if throttled:
-            lines.append(f"{throttled} cells were timed while heat or power held the clocks down.")
+        lines += _clock_lines(source)
         lines += source.notes
         impossible = int(((frame["run"] == source.name) & (frame["status"] == "impossible")).sum())
         if impossible:
@@ -486,5 +484,14 @@ def _cell_of(row: Any) -> tuple[Any, ...]:
     return tuple(row[name] for name in (*Contract.__struct_fields__, "B", "H", "HV"))
 
 
-def _reasons(cell: Cell) -> frozenset[str]:
-    return frozenset(r for clocks in (cell.clocks_before, cell.clocks_after) for r in clocks.get("event_reasons", ()))
+def _clock_lines(source: "Source") -> Iterator[str]:
+    """What a clock that was not the device's own says of the cells that were timed meanwhile."""
+    looks = [
+        [msgspec.convert(clocks, arch.Clocks) for clocks in (r.clocks_before, r.clocks_after)]
+        for r in source.records
+        if isinstance(r, Cell) and r.status == "ok"
+    ]
+    if throttled := sum(arch.slowdown(*look) is not None for look in looks):
+        yield f"{throttled} cells were timed while heat or power held the clocks down."
+    if moved := sum(arch.shift(*look) is not None for look in looks):
+        yield f"{moved} cells were timed while a clock moved by more than {arch.SHIFT:.0%}, as at the limit of power."
