@@ -104,15 +104,17 @@ def space_of_default(c: Contract) -> list[Knobs]:
 
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
-    """A rule for where no table speaks: few warps a block while the heads are few, and one where the state is only read."""
+    """A rule for where no table speaks: few warps a block while the heads are few, and mostly one where the state is only read."""
     legal = space_of_default(c)
     if not legal:
         raise UnsupportedProblem(f"no setting of wy serves {c.key()}: {refuse(c, Knobs(16, 1))}")
-    few = work_units < 2 * device.sm_count
-    if c.mode == "frozen":
-        wanted = 16 if few and wy_facts(c)["tokens"] == 4 else 32
-    else:
+    few, many = work_units < 2 * device.sm_count, work_units >= 16 * device.sm_count
+    if c.mode == "update":
         wanted = 32 if few else 64
+    elif wy_facts(c)["tokens"] == 4:
+        wanted = 16 if few else 32
+    else:
+        wanted = 32 if few or many else 64
     return min(legal, key=lambda s: (abs(s.rows * s.warps - wanted), -s.rows))
 
 
