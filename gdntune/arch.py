@@ -158,26 +158,20 @@ def detect(kind: Literal["auto", "cuda", "cpu"] = "auto", index: int = 0) -> Dev
     if fault is None:
         return _detect_cuda(index)
     if kind == "cuda":
-        raise ToolMissing(fault)
+        raise ToolMissing(f"{fault}, or use the CPU (device: cpu in a config, --device cpu on the command line)")
     return _detect_cpu()
 
 
 def cuda_fault(index: int = 0) -> str | None:
-    """Why torch has no CUDA device `index` here, and what to do about it; None where it has."""
+    """Why torch has no CUDA device `index` here, and what to do about it, but for the CPU instead; None where it has."""
     try:
         import torch
     except ImportError:
-        return "no CUDA device: torch is not installed; install a CUDA build of torch, or use the CPU (device: cpu)"
+        return "no CUDA device: torch is not installed; install a CUDA build of torch"
     if torch.version.cuda is None:
-        return (
-            f"no CUDA device: torch {torch.__version__} is built without CUDA; "
-            "install a CUDA build of torch, or use the CPU (device: cpu)"
-        )
+        return f"no CUDA device: torch {torch.__version__} is built without CUDA; install a CUDA build of torch"
     if not torch.cuda.is_available():
-        return (
-            f"no CUDA device: torch {torch.__version__} finds no GPU or no driver; see `nvidia-smi`, "
-            "check CUDA_VISIBLE_DEVICES, or use the CPU (device: cpu)"
-        )
+        return f"no CUDA device: torch {torch.__version__} finds no GPU or no driver; see `nvidia-smi` and check CUDA_VISIBLE_DEVICES"
     if not 0 <= index < torch.cuda.device_count():
         return f"no CUDA device {index}: accepted are 0 to {torch.cuda.device_count() - 1}; check CUDA_VISIBLE_DEVICES"
     return None

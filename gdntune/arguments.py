@@ -171,6 +171,8 @@ def faults(contract: Contract, values: tuple[Any, ...]) -> Iterator[str]:
     device = arguments["q"].device
     heads = {arguments["v"].shape[2], arguments["q"].shape[2]}
     for name, shape in expected_shapes(contract, arguments):
+        if name == "write_index" and arguments[name] is arguments["read_index"] and arguments[name] is not None:
+            continue  # by default the slot read is written: the caller has not passed it, and it is looked at already
         public, x = public_name(name, contract), arguments[name]
         if x is None:
             yield f"{public} is None: accepted is a tensor {_shape(shape)}"
@@ -268,7 +270,8 @@ def _slot_conflicts(
     start = list(read)
     for n, row in enumerate(columns):
         start.append(row[min(max(accepted[n], 1), len(row)) - 1 if accepted else 0] if row else -1)
-    writes = [(n, f"{public_name('write_index', c)}[{n}]", i) for n, i in enumerate(write)]
+    named = public_name("read_index" if arguments["write_index"] is arguments["read_index"] else "write_index", c)
+    writes = [(n, f"{named}[{n}]", i) for n, i in enumerate(write)]
     bounds = arguments["cu_seqlens"].tolist() if c.ragged else []
     for n, row in enumerate(columns):
         tokens = max(bounds[n + 1] - bounds[n], 0) if c.ragged else arguments["q"].shape[1]

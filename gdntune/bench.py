@@ -19,14 +19,22 @@ from gdntune.derive import as_chosen, derive, timed_cells
 from gdntune.dispatch import Runtime
 from gdntune.errors import GdntuneError, JournalError, MeasurementError
 from gdntune.executors import Child, Crashed
-from gdntune.journal import PEER, TABLE, Build, Cell, Check, Journal, Record, Run, Trial, timed
+from gdntune.journal import PEER, TABLE, Build, Cell, Check, Journal, Record, Run, Trial, timed, tried
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.search import Progress, failures, resolved, run_header
 from gdntune.store import ObjectSpec, Store, object_spec
 from gdntune.table import Table, save
 from gdntune.timing import Policy
-from gdntune.trials import CELL_GRACE_S, CHECK_EACH_S, CHECK_TIMEOUT_S, RETRIES, Throttling, went
+from gdntune.trials import (
+    CELL_GRACE_S,
+    CHECK_EACH_S,
+    CHECK_TIMEOUT_S,
+    Throttling,
+    attempts,
+    cannot_hold_its_clocks,
+    went,
+)
 
 # A peer's first call at a shape compiles, and the first of all imports its library.
 PROBE_TIMEOUT_S = 300.0
@@ -122,7 +130,7 @@ class _Bench:
         try:
             return self.child.run(function, *arguments, timeout=timeout)
         except GdntuneError as e:
-            return Crashed("failed", f"{type(e).__name__}: {e}")
+            return _refused(e)
 
     def _origins(self) -> dict[str, str]:
         """Whose word the choices are, and the peers' versions, so that a journal holds one of each."""
@@ -218,7 +226,7 @@ class _Bench:
 
     def _time(self, journal: Journal) -> None:
         done = timed(journal.records)
-        todo = [p for p in self.config.all_problems() if p not in done]
+        todo = sorted((p for p in self.config.all_problems() if p not in done), key=tried(journal.records).__contains__)
         self.progress.start("time", len(todo))
         throttling = Throttling()
         for problem in todo:
@@ -231,6 +239,8 @@ class _Bench:
             journal.extend(records)
             self.progress.step()
             throttling.see(records)
+            if not throttling.fit():
+                raise cannot_hold_its_clocks(records)
         self.progress.end()
 
     def _probed(self, problem: Problem) -> tuple[list[Record], list[Named]]:
@@ -262,11 +272,7 @@ class _Bench:
         """Times a cell; after a crash without the entries that bring it about, each of which becomes a row that says so."""
         ours, search = self.ours[problem], self.config.search
         floors = kernels.at(problem, self.device, self.floors[problem.contract])
-        got: Any = None
-        for _ in range(1 + RETRIES):
-            got = self._measure(problem, ours, floors, entries, search)
-            if not (isinstance(got, Found) and (got.took.throttled or got.took.shifted)):
-                break
+        got = self._measure(problem, ours, floors, entries, search)
         if isinstance(got, Found):
             if got.took.throttled:
                 return [Cell(problem=problem, **went(got.took))]
@@ -276,6 +282,9 @@ class _Bench:
             # Without them it fails too: it is not theirs.
             return [Cell(problem=problem, status="failed", reason=got.reason)]
         alone = {e: self._measure(problem, ours[:1], [], [e], quick) for e in entries}
+        for found in alone.values():
+            if isinstance(found, Found) and found.took.throttled:
+                return [Cell(problem=problem, **went(found.took))]
         bad = {e: crash for e, crash in alone.items() if isinstance(crash, Crashed)}
         if not bad:
             together = Crashed(got.status, f"with others in one measurement, though not alone: {got.reason}")
@@ -287,10 +296,12 @@ class _Bench:
         self, problem: Problem, ours: list[Variant], floors: list[Variant], entries: list[Named], search: Any
     ) -> Found | Crashed:
         limit = search.max_cell_seconds + CELL_GRACE_S + PROBE_TIMEOUT_S * bool(entries)
-        found: Found | Crashed = self._ask(
-            bench_session.time_task, problem, ours, floors, entries, search, timeout=limit
-        )
-        return found
+        cell = problem, ours, floors, entries, search
+        try:
+            got = attempts(lambda: self.child.run(bench_session.time_task, *cell, timeout=limit))
+        except GdntuneError as e:
+            return _refused(e)
+        return _refused(got) if isinstance(got, MeasurementError) else got
 
     def _variant(self, named: Named, problem: Problem) -> Variant:
         peer = self.peers[named[0]]
@@ -327,6 +338,10 @@ class _Bench:
             return Outcome(None, run, records, self.notes, 0)
         save(table, self.folder / "table.json")
         return Outcome(table, run, records, self.notes, len(as_chosen(timed_cells(records), records)))
+
+
+def _refused(e: GdntuneError) -> Crashed:
+    return Crashed("failed", f"{type(e).__name__}: {e}")
 
 
 def _lost(problem: Problem, variant: Variant, end: Probe | Crashed) -> Trial:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from gdntune import peers
-from gdntune.arch import clocks, settled
+from gdntune.arch import clocks, settled, throttled
 from gdntune.cases import Case
 from gdntune.config import Search
 from gdntune.errors import CheckFailed
@@ -88,6 +88,8 @@ def time_task(
     session = current(start)
     device = session.index if session.device.kind == "cuda" else None
     before = settled(device)
+    if throttled(before):
+        return Found([], [], [], Took("throttled", 0.0, before, before))
     began = time.perf_counter()
     session.load(problem.contract, [*ours, *floors])
     best, cycles = _best_floors(session, problem, ours, floors), [1] * len(entries)

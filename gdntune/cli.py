@@ -26,7 +26,7 @@ from gdntune.cli_common import (
     target_of,
     terminal,
 )
-from gdntune.errors import UnsupportedProblem
+from gdntune.errors import UnsupportedProblem, no_folder
 
 if TYPE_CHECKING:
     from gdntune.report import Report
@@ -270,6 +270,8 @@ def compile_(
 
     wanted = config_of(config, part)
     device = target_of(arch)
+    if bundle and (fault := no_folder(bundle)):
+        raise UnsupportedProblem(f"--bundle {bundle}: {fault}; choose another place")
     objects = plan_objects(wanted, device)
     if not objects:
         raise UnsupportedProblem(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from gdntune.arch import Device
     from gdntune.config import Config
+    from gdntune.render.document import Document
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -88,7 +89,7 @@ def indices(text: str | None, executor: str) -> tuple[int, ...]:
 
 def config_of(path: Path, parts: list[str] | None = None) -> "Config":
     """The config in a file, or the shipped one of a name; only the parts that are named, where some are."""
-    from gdntune import config, kernels
+    from gdntune import config, kernels, strict
 
     # a name may have a dot, as qwen3.5-397b-a17b
     if path.suffix not in (".yaml", ".yml") and not path.exists():
@@ -98,7 +99,8 @@ def config_of(path: Path, parts: list[str] | None = None) -> "Config":
         named = shipped.get(path.name) if path.name == str(path) else None
         if named is None:
             raise ConfigError(
-                f"{path}: no such file or shipped config; accepted are a YAML file and {', '.join(shipped)}"
+                f"{path}: no such file or shipped config{strict.near(path.name, shipped)}; accepted are a YAML file and "
+                f"{', '.join(shipped)}"
             )
         path = named
     found = config.load(path)
@@ -117,12 +119,19 @@ def target_of(name: str) -> "Device":
 
 
 def terminal() -> "Console":
-    """Standard output; where it is no terminal, without colours and wide enough for every table."""
+    """Standard output; where it is no terminal, without colours and as wide as a page."""
     from rich.console import Console
 
     from gdntune.render.document import WIDTH
 
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+
+def print_page(document: "Document", *, details: bool = False) -> None:
+    """A document on standard output; where it is no terminal, its tables are as wide as what they hold."""
+    from gdntune.render.terminal import print_document
+
+    print_document(document, terminal(), details=details, folds=sys.stdout.isatty())
 
 
 def print_json(value: Any) -> None:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from gdntune.cli_common import FINDINGS, AsJson, Index, print_json, refusing, terminal
-from gdntune.errors import UnsupportedProblem
+from gdntune.cli_common import FINDINGS, AsJson, Index, print_json, print_page, refusing, terminal
+from gdntune.errors import UnsupportedProblem, no_folder
 
 if TYPE_CHECKING:
     from gdntune.report import Report
@@ -128,7 +128,7 @@ def _export(made: "Report", form: str, folder: Path) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             atomic_write(folder / name, data)
     except OSError as e:
-        raise UnsupportedProblem(f"--out {folder}: cannot be written: {e.strerror or e}") from None
+        raise UnsupportedProblem(f"--out {folder}: cannot be written: {no_folder(folder) or e.strerror or e}") from None
     typer.echo(f"{folder}: {len(found.files)} files")
     for note in found.notes:
         typer.echo(note, err=True)
@@ -142,14 +142,13 @@ def table_show(
     """Print a table: where it comes from, and each rule's intervals with their evidence."""
     from gdntune import kernels, table
     from gdntune.render.tables import table_document
-    from gdntune.render.terminal import print_document
 
     found = table.load(path)
     if as_json:
         print_json(found)
         return
     old = table.stale(found, kernels.fingerprints(found.device.kind))
-    print_document(table_document(found, str(path), old), terminal())
+    print_page(table_document(found, str(path), old))
 
 
 @tables.command("validate")
@@ -168,6 +167,7 @@ def table_validate(
     for path in paths:
         try:
             found = table.load(path)
+            kernels.check_names(map(found.variant, found.variants), str(path))
         except TableError as e:
             results.append({"path": str(path), "fault": str(e), "stale": []})
         else:
@@ -255,7 +255,6 @@ def judge_(
     The exit code is 1 where a limit is given and the regret is above it, or a cell could not be judged.
     """
     from gdntune import halving, journal, judge, table
-    from gdntune.render.terminal import print_document
 
     if hold_out is not None and share is not None:
         raise UnsupportedProblem("--hold-out with --share: give one or the other")
@@ -282,7 +281,7 @@ def judge_(
     if as_json:
         print_json(whole)
     else:
-        print_document(document, terminal(), details=details)
+        print_page(document, details=details)
     above = found.above(limit) if limit is not None else []
     too_much = mean_limit is not None and (found.table.regret_mean is None or found.table.regret_mean > mean_limit)
     if above:
@@ -308,7 +307,6 @@ def compare_(
 ) -> None:
     """Say of each cell of two journals whether B is FASTER, SLOWER, the SAME or UNCLEAR; the exit code is 1 where one is SLOWER."""
     from gdntune import compare
-    from gdntune.render.terminal import print_document
     from gdntune.table import refuse_tables
 
     refuse_tables([a, b])
@@ -316,7 +314,7 @@ def compare_(
     if as_json:
         print_json(found)
     else:
-        print_document(compare.comparison_document(found, f"{a}, {b}"), terminal(), details=details)
+        print_page(compare.comparison_document(found, f"{a}, {b}"), details=details)
     if found.counts["SLOWER"]:
         raise typer.Exit(FINDINGS)
 
@@ -330,13 +328,12 @@ def table_diff(
 ) -> None:
     """Show the work units at which two tables choose otherwise; the exit code is 1 where there are any."""
     from gdntune import merge, table
-    from gdntune.render.terminal import print_document
 
     found = merge.diff(table.load(a), table.load(b))
     if as_json:
         print_json(found)
     else:
-        print_document(merge.diff_document(found, f"{a}, {b}"), terminal())
+        print_page(merge.diff_document(found, f"{a}, {b}"))
     if found.choices:
         raise typer.Exit(FINDINGS)
 

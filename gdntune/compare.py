@@ -1,5 +1,6 @@
 """Two journals, cell by cell: FASTER, SLOWER, SAME or UNCLEAR, by bootstrap intervals of the ratio of means. Needs no device."""
 
+import difflib
 import math
 import os
 import random
@@ -12,7 +13,7 @@ import msgspec
 
 from gdntune import journal, strict
 from gdntune.derive import Final, Timed, by_work_units, derive, timed_cells
-from gdntune.errors import JournalError, UnknownName, UnsupportedProblem
+from gdntune.errors import JournalError, UnknownName, UnsupportedProblem, listed
 from gdntune.journal import Run
 from gdntune.problem import Contract
 from gdntune.render.document import Bullets, Document, Grid, Section, Text
@@ -28,6 +29,8 @@ SEED = 20261128
 # Below this the bootstrap's intervals are too narrow to decide anything.
 LEAST_SAMPLES = 20
 CHOSEN = "chosen"
+# So many variants at most does a refusal list.
+LISTED = 20
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -82,9 +85,11 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str], variant: str =
     if variant != CHOSEN:
         timed = {name for side in (mine, theirs) for cell in side.cells.values() for name in cell.finals}
         if variant not in timed:
-            near = strict.near(variant, sorted(timed))
+            names = sorted(timed)
+            shown = names if len(names) <= LISTED else difflib.get_close_matches(variant, names, n=LISTED, cutoff=0)
             raise UnknownName(
-                f"variant {variant!r}{near}: accepted are {CHOSEN} and one of the {len(timed)} timed to the end"
+                f"variant {variant!r}{strict.near(variant, names)}: accepted are {CHOSEN} and one of the {len(names)} timed to the end: "
+                f"{listed(shown)}{' and others less like it' if len(names) > LISTED else ''}"
             )
     common = sorted(mine.cells.keys() & theirs.cells.keys())
     if not common:

@@ -136,6 +136,7 @@ class Runtime:
         return best
 
     def _checked(self, source: Source) -> Source:
+        kernels.check_names(map(source.table.variant, source.table.variants), str(source.path))
         names = table.stale(source.table, kernels.fingerprints(self.device.kind))
         if names:
             warn_once(

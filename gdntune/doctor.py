@@ -203,6 +203,7 @@ def _tables(index: int) -> list[Finding]:
 def _table(path: Path, device: arch.Device, meaning: str) -> Finding:
     try:
         found = table.load(path)
+        kernels.check_names(map(found.variant, found.variants), str(path))
     except TableError as e:
         return Finding("table", "note", f"{path} cannot be used", meaning, str(e))
     ops = ", ".join(sorted({rule.when.op for rule in found.rules}))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from numbers import Real
+from pathlib import Path
 
 
 class GdntuneError(Exception):
@@ -58,3 +59,11 @@ def shown(name: str, x: object) -> str:
     if x is None or isinstance(x, str | Real):
         return f"{name}={x!r}"
     return f"{name} is of type {type(x).__name__}"
+
+
+def no_folder(path: Path) -> str | None:
+    """Why a path cannot be a folder: it is a file, or lies in one. None where nothing is in the way."""
+    there = next((p for p in (path, *path.parents) if p.exists()), None)
+    if there is None or there.is_dir():
+        return None
+    return f"{'it' if there == path else there} is a file, and a folder is wanted"

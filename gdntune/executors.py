@@ -92,8 +92,12 @@ class Child:
         self.close()
 
 
-def share_out(workers: Sequence[W], jobs: Iterator[Callable[[W], T]]) -> Iterator[T]:
+def share_out(
+    workers: Sequence[W], jobs: Iterator[Callable[[W], T]], fit: Callable[[W], bool] = lambda _: True
+) -> Iterator[T]:
     """The jobs' results as they come, each job on the first worker that is free.
+
+    fit: whether a worker that is free gets another job; where none does, the jobs that are left stay untaken.
 
     A job is taken from the iterator when a worker is free for it, and after all earlier results were taken: what the consumer
     learned from them holds for it. A job's exception is raised here; then, and when the consumer stops early, the workers that were
@@ -103,6 +107,7 @@ def share_out(workers: Sequence[W], jobs: Iterator[Callable[[W], T]]) -> Iterato
     with ThreadPoolExecutor(len(workers)) as threads:
         try:
             while True:
+                free = [worker for worker in free if fit(worker)]
                 while free and (job := next(jobs, None)) is not None:
                     worker = free.pop(0)
                     running[threads.submit(job, worker)] = worker

@@ -60,7 +60,7 @@ class Model:
     ):
         """peers: whose times are carried over too, by the names of the journals' entries.
 
-        Raises JournalError for no journals, or of several devices; UnsupportedProblem for one that has no DRAM peak.
+        Raises JournalError for no journals, or of several devices; UnsupportedProblem for one that is no GPU or has no DRAM peak.
         """
         journals = list(journals)
         sources = {run.device.name: run.device for run, _ in journals}
@@ -69,6 +69,10 @@ class Model:
                 f"journals of {', '.join(sources) or 'no device'}: accepted are those of one device; name some"
             )
         self.source, self.target = next(iter(sources.values())), target
+        if self.source.kind != "cuda":
+            raise UnsupportedProblem(
+                f"a journal of {self.source.name}, a CPU: accepted are those of a GPU (--journal), whose times are carried over to another"
+            )
         if not self.source.peak_gb_s or not target.peak_gb_s:
             lacking = target.name if self.source.peak_gb_s else self.source.name
             raise UnsupportedProblem(f"{lacking}: its DRAM's peak is not known, and times are carried over by it")

@@ -129,13 +129,14 @@ def cost(records: Sequence[Record], run: Run, share: float = 0.25) -> Cost:
         return judgement(about, found)
 
     thin = derive(_with_halved(early, halved), run)
-    some = f"{share:.0%} of the samples, by successive halving"
+    drawn = sum(h.spent for h in halved.values())
+    some = f"{drawn / samples if samples else 0:.1%} of the samples, by successive halving"
     winners = by_cell({p: h.leaders[0] for p, h in halved.items()}, f"each cell's winner from {some}")
     of_all = by_cell(whole, "each cell's winner from all samples but those judged by")
     return Cost(
         share=share,
         samples=samples,
-        drawn=sum(h.spent for h in halved.values()),
+        drawn=drawn,
         cells=winners,
         table=judge(thin, late, run, about=f"the table from {some}"),
         all_samples_cells=of_all,

@@ -6,6 +6,7 @@ A sweep killed at any moment leaves a journal that opens; only the record being 
 import hashlib
 import lzma
 import os
+import re
 import socket
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
@@ -17,7 +18,7 @@ import msgspec
 
 from gdntune import strict
 from gdntune.arch import Device
-from gdntune.errors import JournalError, Locked
+from gdntune.errors import JournalError, Locked, no_folder
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.workload import Load
@@ -139,7 +140,7 @@ _CONTENT = "content of the config"
 # How a user asks for what must be equal, by how its name begins.
 _ASKED = {
     "config": "--part, or another config",
-    "rounds": "--rounds, or search.final_rounds of the config",
+    "rounds": "search.final_rounds of the config",
     "device": "--device, --index, or another machine",
     "timer": "--timer, or policy.timer of the config",
     "l2": "--l2, or policy.l2 of the config",
@@ -148,6 +149,9 @@ _ASKED = {
     _CONTENT: "it was edited",
     "code of ": "it was edited",
 }
+_ACCEPTED = f"accepted is a sweep's folder, its {FILE}, or that as .xz"
+# How a record's line begins: a file without one is something else, not a damaged journal.
+_LINE = re.compile(rb'(?m)^{"kind" ?:')
 # What differs as well wherever something else does, by how its name begins: no news.
 _FOLLOWS = {"command": ("",), "config": (_CONTENT,), "rounds": (_CONTENT,), "device": ("code of ", "timer")}
 
@@ -198,7 +202,8 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             lock = _acquire(folder)
         except OSError as e:
-            raise JournalError(f"{folder}: cannot be written: {_why(e)}; choose a folder on a writable disk") from e
+            why = no_folder(folder) or _why(e)
+            raise JournalError(f"{folder}: cannot be written: {why}; choose a folder on a writable disk") from e
         journal = cls(folder / FILE, run, lock)
         try:
             journal._read(run)
@@ -216,7 +221,7 @@ class Journal:
             return
         except OSError as e:
             raise JournalError(f"{self.path}: {_why(e)}; choose another folder (--out)") from e
-        whole = data[: data.rfind(b"\n") + 1]
+        whole = _whole(data, self.path)
         self._size = len(whole)
         if whole:
             self.fresh = False
@@ -321,8 +326,8 @@ def read(path: str | os.PathLike[str]) -> tuple[Run, list[Record]]:
     except lzma.LZMAError as e:
         raise JournalError(f"{path}: not a whole xz file ({e}); fetch it again, or pass the journal itself") from e
     except OSError as e:
-        raise JournalError(f"{path}: {_why(e)}; accepted is a sweep's folder, its {FILE}, or that as .xz") from e
-    return _parse(data[: data.rfind(b"\n") + 1], path)
+        raise JournalError(f"{path}: {_why(e)}; {_ACCEPTED}") from e
+    return _parse(_whole(data, path), path)
 
 
 def made_by(run: Run) -> Literal["sweep", "bench"]:
@@ -333,6 +338,27 @@ def made_by(run: Run) -> Literal["sweep", "bench"]:
 def timed(records: Iterable[Record]) -> set[Problem]:
     """The problems of cells that have times. What failed is tried again when its sweep goes on."""
     return {r.problem for r in records if isinstance(r, Cell) and r.status == "ok"}
+
+
+def tried(records: Iterable[Record]) -> set[Problem]:
+    """The problems of cells that were closed, with times or as failed."""
+    return {r.problem for r in records if isinstance(r, Cell)}
+
+
+def latest(records: Iterable[Record]) -> list[Record]:
+    """The records without those that a later one of the same object, check or cell replaces; a failed trial stays, whatever others do."""
+    last: dict[object, Record] = {}
+    for record in records:
+        last[_subject(record)] = record
+    return list(last.values())
+
+
+def _subject(record: Record) -> object:
+    if isinstance(record, Build):
+        return record.object_key
+    if isinstance(record, Check):
+        return record.contract, record.variant
+    return record.problem if isinstance(record, Cell) else id(record)
 
 
 def encode(record: Any) -> bytes:
@@ -368,15 +394,33 @@ def _parse(data: bytes, path: Path) -> tuple[Run, list[Record]]:
         try:
             records.append(_decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            if number == 1:
+                _refuse_others(data, path)
             try:
                 strict.decode(line, Run | Build | Check | Trial | Cell, f"{path}: line {number}", JournalError)
             except JournalError as e:
-                raise JournalError(
-                    f"{e}; restore the file, or cut this line out and what it recorded is done again"
-                ) from None
+                cut = ", or cut this line out and what it recorded is done again" if number > 1 else ""
+                raise JournalError(f"{e}; restore the file{cut}") from None
         if isinstance(records[-1], Run) != (number == 1):
             raise JournalError(f"{path}: line {number}: a run's header must be the first line and no other")
     return records[0], records[1:]
+
+
+def _whole(data: bytes, path: Path) -> bytes:
+    """The whole lines; JournalError where there are none and this is no journal's begin either."""
+    whole = data[: data.rfind(b"\n") + 1]
+    if not whole:
+        _refuse_others(data, path)
+    return whole
+
+
+def _refuse_others(data: bytes, path: Path) -> None:
+    """JournalError for a file of which no line begins as a record: to cut out lines, or to go on in it, would destroy it."""
+    if not _LINE.search(data) and not b'{"kind":"run"'.startswith(data):
+        begins = strict.short(data[:200].partition(b"\n")[0].decode(errors="replace"))
+        raise JournalError(
+            f"{path} is no journal: it begins with {begins}, and a journal with its run's header; {_ACCEPTED}"
+        )
 
 
 def _identity(run: Run) -> dict[str, str]:
@@ -405,8 +449,10 @@ def _differences(there: Run, here: Run) -> Iterator[str]:
     ]
     for name in names:
         if not any(name.startswith(_FOLLOWS.get(other, ())) for other in names if other != name):
-            how = next((f" ({asked})" for start, asked in _ASKED.items() if name.startswith(start)), "")
-            yield f"{name}: {old.get(name, 'none')} in the journal, {new.get(name, 'none')} now{how}"
+            how = next((asked for start, asked in _ASKED.items() if name.startswith(start)), "")
+            if name == "rounds" and made_by(here) == "bench":
+                how = f"--rounds, or {how}"
+            yield f"{name}: {old.get(name, 'none')} in the journal, {new.get(name, 'none')} now{how and f' ({how})'}"
 
 
 class _Holder(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdntune import arch
 from gdntune.arguments import (
     check_numbers,
     check_static,
@@ -22,7 +23,7 @@ from gdntune.arguments import (
     tensor_fault,
 )
 from gdntune.dispatch import Bound, Runtime, runtime
-from gdntune.errors import UnsupportedProblem, listed, shown
+from gdntune.errors import ToolMissing, UnsupportedProblem, listed, shown
 from gdntune.problem import MAX_TOKENS, Contract, Op, Problem, check_contract, problem_fault
 
 # CUDA's limit of a grid's third dimension; the same on the CPU, so that a program that runs there runs on a GPU.
@@ -522,15 +523,24 @@ def load_table(path: str | os.PathLike[str], device: str | None = None, index: i
         raise UnsupportedProblem(
             f"path is of type {type(path).__name__}: accepted is a str or a pathlib.Path of a table's file"
         )
-    _runtime(table.load(path).device.kind if device is None else device, index).use(path)
+    if device is None:
+        of = table.load(path).device
+        given = f"{os.fspath(path)} was measured on {of.name}, of kind {of.kind}"
+        found = _runtime(of.kind, index, given, "give a table of kind cpu; `gdntune sweep` makes one")
+    else:
+        found = _runtime(device, index)
+    found.use(path)
     _BOUND.clear()
 
 
-def _runtime(device: str, index: int) -> Runtime:
-    """A device's runtime, as callers name it."""
+def _runtime(device: str, index: int, given: str = "device='cuda'", instead: str = "give device='cpu'") -> Runtime:
+    """A device's runtime, as callers name it. Where there is no CUDA, what asked for it is `given`, and they can do `instead`."""
     if not isinstance(device, str) or device not in ("cuda", "cpu"):
         raise UnsupportedProblem(f"{shown('device', device)}: accepted are 'cuda' and 'cpu'; index= names the card")
     if type(index) is not int or index < 0 or (device == "cpu" and index):
         accepted = "0 on the CPU" if device == "cpu" else "an int from 0, torch's number of the card"
         raise UnsupportedProblem(f"{shown('index', index)}: accepted is {accepted}")
-    return runtime(device, index)
+    try:
+        return runtime(device, index)
+    except ToolMissing as e:
+        raise ToolMissing(f"{given}: {arch.cuda_fault(index) or e}, or {instead}") from None

@@ -19,7 +19,7 @@ from gdntune.config import Config, same
 from gdntune.derive import derive, marked
 from gdntune.errors import JournalError, MeasurementError, UnsupportedProblem, listed
 from gdntune.executors import Crashed, Worker
-from gdntune.journal import Build, Cell, Check, Journal, Record, Run, Trial, now, timed
+from gdntune.journal import Build, Cell, Check, Journal, Record, Run, Trial, latest, now, timed, tried
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.store import Store, object_spec
@@ -141,6 +141,11 @@ class _Sweep:
 
     def run(self) -> Outcome:
         self.config.check_kernels(kernels.KERNELS)
+        for other in (t.device for t in self.judged if t.device.kind != self.device.kind):
+            raise UnsupportedProblem(
+                f"a table of {other.name} ({other.kind}) to be judged on {self.device.name} ({self.device.kind}): accepted are tables of "
+                f"the same kind of device; leave it out"
+            )
         if not self.config.parts:
             # of a config's parts others may have been left out, whose contracts a value serves
             self.config.check_knobs(kernels.KERNELS)
@@ -268,9 +273,11 @@ class _Sweep:
         for contract, usable in self.usable.items():
             self.usable[contract] = [v for v in usable if (contract, v.id) in self.checked]
 
-    def _shared(self, jobs: Iterable[Callable[[Worker], Any]]) -> Iterator[Any]:
-        """The jobs' results as they come from the workers."""
-        with closing(executors.share_out(self.workers, iter(jobs))) as results:  # type: ignore[type-var]
+    def _shared(
+        self, jobs: Iterable[Callable[[Worker], Any]], fit: Callable[[Worker], bool] = lambda _: True
+    ) -> Iterator[Any]:
+        """The jobs' results as they come from the workers that are fit."""
+        with closing(executors.share_out(self.workers, iter(jobs), fit)) as results:  # type: ignore[type-var]
             yield from results
 
     def _with_defaults(self, contract: Contract) -> list[Variant]:
@@ -287,7 +294,7 @@ class _Sweep:
 
     def _time_all(self, journal: Journal) -> None:
         """The config's cells, then those between two that choose otherwise, then those that the table is judged at."""
-        self._note_untimed()
+        self._note_untimed(journal)
         self._note_untried()
         self._time(journal, "time", self.config.problems(), msgspec.UNSET, chosen_by(self.judged))
         # those that failed when this journal was last written to; `crossovers` names none twice
@@ -297,8 +304,8 @@ class _Sweep:
         if aside := cells.held_out(self.config, journal.records):
             self._time(journal, "held out", aside, "held-out", self._choices(journal))
 
-    def _note_untimed(self) -> None:
-        """Notes what the judged tables choose that is no variant of this config."""
+    def _note_untimed(self, journal: Journal) -> None:
+        """Notes what the judged tables choose that is no variant of this config, or has no final samples where a cell was timed before."""
         if not self.judged:
             return
         chosen = chosen_by(self.judged)
@@ -308,6 +315,14 @@ class _Sweep:
             self.notes.append(
                 f"{len(missing)} choices of the judged tables are not timed, since they are no sound variants of this config: "
                 + listed(sorted({name for _, name in missing}))
+            )
+        done = timed(journal.records)
+        finals = {(r.problem, r.variant.id) for r in journal.records if isinstance(r, Trial) and r.stage == "final"}
+        asked = {(p, name) for p in self.config.problems() if p in done for name in chosen(p) & known[p.contract]}
+        if late := len(asked - finals):
+            self.notes.append(
+                f"{late} choices of the judged tables have no final samples, since their cells were timed before they were asked for: "
+                "judge compares these by the screen's few; a sweep into another folder times them to the end"
             )
 
     def _note_untried(self) -> None:
@@ -345,16 +360,32 @@ class _Sweep:
         if len(self.workers) > 1:
             # the longest first, so that no worker is left with one while the others are done
             todo.sort(key=sol.bytes_moved, reverse=True)
-        self.progress.start(label, len(todo))
-        # made when a worker is free: what took a process down before is left out
-        for records in self._shared(self._job(problem, purpose, judged(problem)) for problem in todo):
-            contract = records[-1].problem.contract
-            bad = trials.broken(records)
-            self.usable[contract] = [v for v in self.usable[contract] if v.id not in bad]
-            journal.extend(records)
-            self.progress.step()
-            self.throttling.see(records)
-        self.progress.end()
+        # what failed before last: a device that it throttles gets to the others
+        todo.sort(key=tried(journal.records).__contains__)
+        while todo:
+            out, hot = self._out(), list[Cell]()
+            self.progress.start(label, len(todo))
+            # made when a worker is free: what took a process down before is left out
+            for records in self._shared((self._job(p, purpose, judged(p)) for p in todo), self._fit):
+                contract = records[-1].problem.contract
+                bad = trials.broken(records)
+                self.usable[contract] = [v for v in self.usable[contract] if v.id not in bad]
+                journal.extend(records)
+                self.progress.step()
+                self.throttling.see(records)
+                hot += [r for r in records if isinstance(r, Cell) and trials.was_throttled(r)]
+            self.progress.end()
+            if len(self._out()) == len(self.workers):
+                raise trials.cannot_hold_its_clocks(journal.records)
+            # what a device had that is left out from now on goes to the others
+            todo = [r.problem for r in hot if r.timed_on in self._out() - out]
+
+    def _fit(self, worker: Worker) -> bool:
+        return self.throttling.fit(worker.name if len(self.workers) > 1 else msgspec.UNSET)
+
+    def _out(self) -> set[str]:
+        """The names of the workers whose device cannot hold its clocks."""
+        return {worker.name for worker in self.workers if not self._fit(worker)}
 
     def _job(self, problem: Problem, purpose: Purpose, judged: frozenset[str]) -> Callable[[Worker], list[Record]]:
         """What times a cell with all variants that are usable, the default rule's choice first."""
@@ -373,14 +404,21 @@ class _Sweep:
             len(self.workers) > 1,
             judged | {default.id},
         )
-        if variants:
-            return partial(trials.time, plan=asked)
-        return lambda worker: [asked.cell(worker, "failed", reason="no variant compiled and passed its check")]
+        reason = "" if variants else "no variant compiled and passed its check"
+        if (states := sol.state_bytes(problem)) > self.device.memory_bytes:
+            reason = f"its states take {states / 2**30:.1f} GiB of the device's {self.device.memory_bytes / 2**30:.1f}"
+        if reason:
+            return lambda worker: [asked.cell(worker, "failed", reason=reason)]
+        return partial(trials.time, plan=asked)
 
     # -- finish
 
     def _finish(self, journal: Journal) -> Outcome:
         self.notes += failures(journal.records)
+        self.notes += [
+            f"{name} was left out when its last {trials.THROTTLED_IN_A_ROW} cells were throttled: see to its cooling and power"
+            for name in sorted(self._out())
+        ]
         try:
             table = derive(journal.records, journal.run, regret=self.config.search.regret)
         except JournalError as e:
@@ -413,7 +451,7 @@ def _parts(variants: Sequence[Variant], n: int) -> Iterator[Sequence[Variant]]:
 
 def failures(records: Sequence[Record]) -> list[str]:
     """One line for each kind of failure, with its count and first reason; what was done again counts as it ended last."""
-    last = {_subject(r): r for r in records}
+    last = latest(records)
     lines = []
     for kind, name in (
         (Build, "did not compile"),
@@ -421,16 +459,9 @@ def failures(records: Sequence[Record]) -> list[str]:
         (Trial, "failed while timed"),
         (Cell, "cells have no times"),
     ):
-        failed = [r for r in last.values() if isinstance(r, kind) and r.status != "ok"]
+        failed = [r for r in last if isinstance(r, kind) and r.status != "ok"]
         if failed:
             what = getattr(failed[0], "variant", "")
             label = what.id if isinstance(what, Variant) else what
             lines.append(f"{len(failed)} {name}; the first: {label} {failed[0].reason[:300]}".replace("  ", " "))
     return lines
-
-
-def _subject(record: Record) -> object:
-    """What a later record of the same replaces; a trial that failed stays one, whatever others do."""
-    if isinstance(record, Build):
-        return record.object_key
-    return record.problem if isinstance(record, Cell) else id(record)

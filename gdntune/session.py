@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from gdntune import kernels, sol
-from gdntune.arch import Clocks, Device, clocks, detect, settled, shift, slowdown, software
+from gdntune.arch import Clocks, Device, clocks, detect, settled, shift, slowdown, software, throttled
 from gdntune.check import Checker
 from gdntune.config import Search
 from gdntune.errors import MeasurementError, UnsupportedProblem
@@ -237,6 +237,8 @@ class Session:
         that are judged here, such as the table's at a held-out cell.
         """
         before = settled(self.index if self.device.kind == "cuda" else None)
+        if throttled(before):
+            return CellResult([], Took("throttled", 0.0, before, before))
         start = time.perf_counter()
         self.load(problem.contract, [*decode, *floor])
 
@@ -330,6 +332,7 @@ class Session:
 
     def peaks(self) -> dict[str, float]:
         """The DRAM's bandwidth by source, GB/s."""
+        settled(self.index if self.device.kind == "cuda" else None)
         return measured_peaks(self.device, self.index)
 
 

@@ -34,8 +34,8 @@ def convert(raw: Any, kind: Any, source: str, error: type[GdntuneError], path: s
         raise error(f"{source}: {path} refers to itself or is nested too deeply: write it out") from None
 
 
-def decode(data: bytes, kind: Any, source: str, error: type[GdntuneError]) -> Any:
-    """JSON `data` as a `kind`; raises `error`."""
+def decode(data: bytes, kind: Any, source: str, error: type[GdntuneError], accepted: str = "") -> Any:
+    """JSON `data` as a `kind`; raises `error`. accepted: said where it is no JSON at all."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -44,7 +44,7 @@ def decode(data: bytes, kind: Any, source: str, error: type[GdntuneError]) -> An
     try:
         raw = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise error(f"{source}: not JSON: {e}") from None
+        raise error(f"{source}: not JSON: {e}{accepted and f'; accepted is {accepted}'}") from None
     convert(raw, kind, source, error)
     raise error(f"{source}: not what was expected")
 

@@ -228,7 +228,7 @@ def refuse_tables(paths: Iterable[Path]) -> None:
 
 def validate(data: bytes, source: str = "<table>") -> Table:
     """The table in JSON; TableError names source, JSON path, value and what is accepted."""
-    table: Table = strict.decode(data, Table, source, TableError)
+    table: Table = strict.decode(data, Table, source, TableError, "a JSON file that `gdntune sweep` wrote")
     for path, fault in _faults(table):
         raise TableError(f"{source}: {path} {fault}")
     return table

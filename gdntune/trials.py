@@ -2,8 +2,9 @@
 
 import contextlib
 import re
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -23,11 +24,49 @@ CELL_GRACE_S = 120.0
 RETRIES = 1
 # So many throttled cells of a device in a row, each twice and after a wait, are no accident.
 THROTTLED_IN_A_ROW = 3
-_THROTTLED = "throttled, in every attempt, by "
+_THROTTLED = "throttled, twice, by "
 # How torch, CUDA and the system say that there was no memory; an illegal access is of another kind.
 _NO_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|not enough memory|(can't|cannot) allocate", re.IGNORECASE
 )
+
+
+class _Timing(Protocol):
+    """What a timing process returns of a cell."""
+
+    @property
+    def took(self) -> session.Took: ...
+
+
+T = TypeVar("T", bound=_Timing)
+
+
+def attempts(measure: "Callable[[], T | Crashed]") -> "T | Crashed | MeasurementError":
+    """The first measurement that nothing disturbed; once something did for the second time, what there is.
+
+    That is one during which a clock moved, or else the last: throttled, or MeasurementError where its times cannot be true. A crash
+    is returned at once.
+    """
+    disturbed: Counter[str] = Counter()
+    kept: T | None = None
+    while True:
+        got: T | MeasurementError
+        try:
+            found = measure()
+        except MeasurementError as e:
+            got, what = e, "untrue"
+        else:
+            if isinstance(found, Crashed):
+                return found
+            got, took = found, found.took
+            what = "throttled" if took.throttled else "shifted" if took.shifted else ""
+            if not what:
+                return found
+            if what == "shifted":
+                kept = found
+        disturbed[what] += 1
+        if disturbed[what] > RETRIES:
+            return kept or got
 
 
 def check(worker: Worker, contract: Contract, variants: Sequence[Variant]) -> list[Check]:
@@ -73,18 +112,11 @@ class Plan(NamedTuple):
 def time(worker: Worker, plan: Plan, retries: int = RETRIES) -> list[Record]:
     """A cell's trials, and the Cell that closes them, last."""
     limit = plan.search.max_cell_seconds + CELL_GRACE_S
-    got: Any = Crashed("", "")
-    for attempt in range(1 + RETRIES):
-        try:
-            cell = plan.problem, plan.variants, plan.floors, plan.search, plan.sure
-            got = worker.run(session.time_task, *cell, timeout=limit)
-        except MeasurementError as e:
-            # records that a timer lost, say: the cell's fault, and no reason to end the sweep
-            if attempt == RETRIES:
-                return [plan.cell(worker, "failed", reason=str(e))]
-            continue
-        if isinstance(got, Crashed) or not (got.took.throttled or got.took.shifted):
-            break
+    cell = plan.problem, plan.variants, plan.floors, plan.search, plan.sure
+    got = attempts(lambda: worker.run(session.time_task, *cell, timeout=limit))
+    if isinstance(got, MeasurementError):
+        # records that a timer lost, say: the cell's fault, and no reason to end the sweep
+        return [plan.cell(worker, "failed", reason=str(got))]
     if isinstance(got, Crashed):
         return _culprits(worker, plan, got, limit, retries)
     records: list[Record] = []
@@ -117,8 +149,8 @@ def went(took: session.Took) -> dict[str, Any]:
 def _culprits(worker: Worker, plan: Plan, whole: Crashed, limit: float, retries: int) -> list[Record]:
     """After a cell took its process down: finds the variants that do so alone, records them, times the rest.
 
-    Where none does so, something else ended the process (the system, short of memory; a kill): the cell is timed again. Where each of
-    them finds no memory, the cell is too large for what is free, and no variant is to blame.
+    Where none does so, something else ended the process (the system, short of memory; a kill): the cell is timed again. Where already
+    the first finds no memory, as all did, the cell is too large for what is free, and no variant is to blame.
     """
     quick = msgspec.structs.replace(plan.search, screen_rounds=2, final_rounds=2, keep=1)
     bad: dict[str, Crashed] = {}
@@ -128,12 +160,14 @@ def _culprits(worker: Worker, plan: Plan, whole: Crashed, limit: float, retries:
             got = worker.run(session.time_task, plan.problem, [v], [], quick, timeout=limit)
             if isinstance(got, Crashed):
                 bad[v.id] = got
+                if v is plan.variants[0] and _NO_MEMORY.search(whole.reason) and _NO_MEMORY.search(got.reason):
+                    return [plan.cell(worker, "failed", reason=whole.reason)]
+            elif got.took.throttled:
+                return [plan.cell(worker, **went(got.took))]
     if not bad and retries:
         return time(worker, plan, retries - 1)
     if not bad:
         return [plan.cell(worker, "failed", reason=f"{whole.reason}; no variant does so alone")]
-    if len(bad) == len(plan.variants) and all(_NO_MEMORY.search(crash.reason) for crash in bad.values()):
-        return [plan.cell(worker, "failed", reason=whole.reason)]
     trials: list[Record] = [
         Trial(problem=plan.problem, variant=v, stage="screen", status=bad[v.id].status, reason=bad[v.id].reason)  # type: ignore[arg-type]
         for v in plan.variants
@@ -147,23 +181,34 @@ def _culprits(worker: Worker, plan: Plan, whole: Crashed, limit: float, retries:
 
 
 class Throttling:
-    """Counts the throttled cells that each device had in a row."""
+    """Counts the throttled cells that each device had in a row; a device is named where several share the cells."""
 
     def __init__(self) -> None:
-        self._in_a_row: dict[str | msgspec.UnsetType, int] = {}
+        self._in_a_row: Counter[str | msgspec.UnsetType] = Counter()
 
     def see(self, records: Sequence[Record]) -> None:
-        """Takes note of a cell's records; raises MeasurementError where a device cannot hold its clocks."""
+        """Takes note of a cell's records."""
         for cell in (r for r in records if isinstance(r, Cell)):
-            on = cell.timed_on
-            self._in_a_row[on] = self._in_a_row.get(on, 0) + 1 if cell.reason.startswith(_THROTTLED) else 0
-            if self._in_a_row[on] >= THROTTLED_IN_A_ROW:
-                of = "" if on is msgspec.UNSET else f" of {on}"
-                raise MeasurementError(
-                    f"the last {THROTTLED_IN_A_ROW} cells{of} were {cell.reason}: at such clocks another variant can be the fastest, so "
-                    "the sweep or bench ends here. What is journalled stays. See to the device's cooling and power, or take another of "
-                    "its model, and give the same command again: it goes on where it ended"
-                )
+            self._in_a_row[cell.timed_on] = self._in_a_row[cell.timed_on] + 1 if was_throttled(cell) else 0
+
+    def fit(self, device: str | msgspec.UnsetType = msgspec.UNSET) -> bool:
+        """Whether a device holds its clocks, as far as its last cells say."""
+        return self._in_a_row[device] < THROTTLED_IN_A_ROW
+
+
+def was_throttled(cell: Cell) -> bool:
+    """Whether a cell has no times because its device was throttled."""
+    return cell.status != "ok" and cell.reason.startswith(_THROTTLED)
+
+
+def cannot_hold_its_clocks(records: Sequence[Record]) -> MeasurementError:
+    """What ends a sweep or bench whose last cell is the third in a row that was throttled."""
+    last = next(r.reason for r in reversed(records) if isinstance(r, Cell) and was_throttled(r))
+    return MeasurementError(
+        f"the last {THROTTLED_IN_A_ROW} cells were {last}: at such clocks another variant can be the fastest, so the run ends here. "
+        "What is journalled stays, and `gdntune report` of its folder shows it. See to the device's cooling and power, or take another "
+        "of its model, and give the same command again: it goes on with the cells that are left, these last"
+    )
 
 
 def broken(records: Sequence[Record]) -> set[str]:

@@ -16,11 +16,12 @@ import typer.main
 import yaml
 from typer.testing import CliRunner
 
-from gdntune import __version__, arch, cli_common, cupti_records, report, search, table
+from gdntune import __version__, arch, build, cli_common, cupti_records, kernels, report, search, table
 from gdntune.arch import target
 from gdntune.cli import app
 from gdntune.errors import ToolMissing
 from gdntune.journal import Check, Trial
+from gdntune.problem import Contract
 from gdntune.progress import Lines
 
 ROOT = Path(__file__).parent.parent
@@ -242,12 +243,22 @@ def test_wrong_options(arguments):
     assert run(*arguments).exit_code == 2
 
 
+@pytest.mark.parametrize("command", ["sweep", "bench", "compile"])
+def test_a_config_of_a_near_name(command):
+    """Fault: a shipped config's name with a letter missing was refused without saying which was meant."""
+    extra = ("--arch", "cpu") if command == "compile" else ()
+    assert refused(
+        run(command, "quickstar", *extra), "quickstar: no such file or shipped config (did you mean `quickstart`?)"
+    )
+
+
 def test_cuda_that_is_not_there(monkeypatch, tmp_path):
     """A config for CUDA on a machine without it says what is missing and what to do."""
-    monkeypatch.setattr(
-        arch, "cuda_fault", lambda index=0: "no CUDA device: torch finds none; or use the CPU (device: cpu)"
+    monkeypatch.setattr(arch, "cuda_fault", lambda index=0: "no CUDA device: torch finds none")
+    assert refused(
+        run("sweep", config(tmp_path, device="cuda"), "--out", tmp_path / "out"),
+        "no CUDA device: torch finds none, or use the CPU (device: cpu in a config, --device cpu on the command line)",
     )
-    assert refused(run("sweep", config(tmp_path, device="cuda"), "--out", tmp_path / "out"), "no CUDA device")
     assert not (tmp_path / "out").exists()
 
 
@@ -379,6 +390,45 @@ def test_table_validate(folder, tmp_path):
     assert run("table", "validate", tmp_path / "none.json").exit_code == 2
 
 
+def test_table_validate_reads_ids(folder, tmp_path):
+    """Fault: a table whose ids say tv33 and whose knobs say 32 was valid. The refusal names both."""
+    bad = tmp_path / "bad.json"
+    bad.write_text((folder / "table.json").read_text().replace("recurrent.tv32.", "recurrent.tv33."))
+    result = run("table", "validate", bad)
+    assert result.exit_code == 1
+    assert "$.variants['recurrent.tv33." in result.stdout and "knobs are those of recurrent.tv32." in result.stdout
+    assert refused(run("explain", "--table", bad, "--work-units", 8), "knobs are those of recurrent.tv32.")
+
+
+def test_a_file_that_is_no_run(tmp_path):
+    """Fault: a CSV and a config given to `report` were journals with a line to cut out."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("batch,tokens\n1,1\n")
+    for path in (trace, config(tmp_path)):
+        assert refused(run("report", path), f"{path} is no journal", "accepted is a sweep's folder, its journal.jsonl")
+
+
+def test_tables_without_a_terminal(folder, tmp_path):
+    """Fault: in a pipe ids were broken inside words, so that neither grep nor copying found them."""
+    name = synthetic.VARIANTS[0].id
+    long = f"{name}.vec8.ln16.th256.early.spread.heads.fence.sp2.run2.rg64"
+    path, other = tmp_path / "t.json", tmp_path / "other"
+    path.write_text((folder / "table.json").read_text().replace(f'"{name}"', f'"{long}"'))
+    shown = run("table", "show", path).stdout.splitlines()
+    evidence = [e for r in table.load(path).rules for i in r.intervals if i.variant == long for e in i.evidence]
+    assert len(evidence) == sum(long in line for line in shown) > 0
+    header = synthetic.run()
+    swapped = synthetic.write(other, header, synthetic.records(header, swap=1)) / "table.json"
+    lines = run("table", "diff", path, swapped).stdout.splitlines()
+    spans = [line for line in lines if line.startswith(synthetic.contracts()[1].key())]
+    assert spans and all(line.split()[-1].isdecimal() or line.split()[-1] == "on" for line in spans)
+    assert any(long in line for line in spans)
+    judged = run("judge", folder, "--share", 0.5).stdout
+    assert "each cell's winner from all samples but those judged by " in judged
+    compared = run("compare", folder, other, "--cells").stdout
+    assert f"{name} -> " in compared and max(map(len, compared.splitlines())) > 100
+
+
 def test_replay(folder, tmp_path):
     """The table anew, in a line, as JSON or to a file."""
     out = tmp_path / "t.json"
@@ -497,6 +547,18 @@ def test_explain_a_table(folder):
     assert "nearest rule, which differs in tokens" in text
 
 
+def test_explain_a_table_without_a_rule(folder):
+    """Fault: where a given table has no rule for an op, the default was said to be used, and not which variant that is."""
+    path = folder / "table.json"
+    words = ("--B", 4, "--HV", 8, "--op", "kda_decode", "--table", path)
+    default = kernels.default(Contract(op="kda_decode", gate="log"), 32, target("sm_90a"))
+    said = json.loads(run("explain", *words, "--json").stdout)
+    assert (said["match"], said["variant"], said["kernel"]) == ("none", default.id, default.kernel)
+    text = run("explain", *words).stdout
+    assert f"variant: {default.id}\n" in text
+    assert "no rule for op=kda_decode" in text and "the kernel's default is used" in text
+
+
 def test_doctor():
     """The doctor's findings, in words and as JSON; the exit code says whether a sweep can run."""
     result = run("doctor", "--json")
@@ -556,6 +618,18 @@ PARTS = {
     "kernels": {"cpu_recurrent": {"tile_v": [32], "ilp": [2], "vec": [8]}},
     "parts": [{"name": "one", "batch": [1]}, {"name": "two", "contracts": [{"state_dtype": "bf16"}]}],
 }
+
+
+def test_a_file_where_a_folder_is_wanted(folder, tmp_path, monkeypatch):
+    """Fault: a bundle's place that is a file was found after compiling, and called `File exists`."""
+    monkeypatch.setattr(build, "compile_objects", lambda *_, **__: pytest.fail("compiled"))
+    path = tmp_path / "file"
+    path.write_text("x")
+    words = ("compile", config(tmp_path), "--arch", "cpu", "--bundle")
+    assert refused(run(*words, path), f"--bundle {path}: it is a file, and a folder is wanted")
+    assert refused(run(*words, path / "below"), f"--bundle {path / 'below'}: {path} is a file, and a folder is wanted")
+    said = run("report", folder, "--format", "kernel-tuner", "--out", path)
+    assert refused(said, f"--out {path}: cannot be written: it is a file, and a folder is wanted")
 
 
 def test_compile_parts(tmp_path):

@@ -29,7 +29,9 @@ def samples(mean, noise=0.02, n=200, seed=0):
 
 def folder(path, cells, header=HEADER):
     """A journal: by work units, each variant's final samples."""
-    found = [Check(contract=Contract(), variant=name, status="ok") for name in "ab"]
+    found = [
+        Check(contract=Contract(), variant=name, status="ok") for name in sorted({"a", "b"}.union(*cells.values()))
+    ]
     for work_units, times in cells.items():
         p = Problem(Contract(), work_units, 1, 1)
         for name, us in times.items():
@@ -86,8 +88,18 @@ def test_chosen_or_named(tmp_path):
     assert verdicts(named) == {8: "FASTER", 16: "UNCLEAR"}
     assert named.cells[1].reason == "not timed to the end in A"
     assert (named.cells[1].ratio, named.cells[1].a_us) == (None, None)
-    with pytest.raises(UnknownName, match="accepted are chosen and one of the 2"):
+    with pytest.raises(UnknownName, match="accepted are chosen and one of the 2 timed to the end: a, b$"):
         compare.compare(a, b, "c")
+
+
+def test_of_many_variants_the_like_are_listed(tmp_path, monkeypatch):
+    """Fault: a wrong --variant was refused without any of those that are right. Of many, those are listed that are most like it."""
+    monkeypatch.setattr(compare, "LISTED", 2)
+    a = folder(tmp_path, {8: {name: samples(100) for name in ("r.tv8", "r.tv16", "r.tv32")}})
+    with pytest.raises(
+        UnknownName, match=r"\(did you mean `r.tv16`\?\): .* of the 3 .*: r.tv16, r.tv\d+ and others less like it$"
+    ):
+        compare.compare(a, a, "r.tv15")
 
 
 def test_too_few_samples_decide_nothing(tmp_path):

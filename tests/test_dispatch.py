@@ -1,12 +1,15 @@
 """The runtime's choice of table, row and function."""
 
+import re
+
 import msgspec
 import pytest
 
 import gdntune
-from gdntune import arch, dispatch, kernels, table
+from gdntune import arch, dispatch, kernels, ops, table
 from gdntune.dispatch import Runtime
-from gdntune.errors import TableError, UnsupportedProblem
+from gdntune.errors import TableError, ToolMissing, UnsupportedProblem
+from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.table import Interval, Origin, Rule, Table, TableVariant
 
@@ -92,11 +95,53 @@ def test_a_stale_table_says_so(places, caplog):
 def test_a_rule_that_cannot_serve_is_passed_over(places, caplog):
     """A table from a stranger can be wrong, not dangerous: an illegal variant leads to the default rule, with a warning."""
     good = a_table(device())
-    wrong = {name: TableVariant(v.kernel, {**v.knobs, "vec": 3}) for name, v in good.variants.items()}
+    kernel = kernels.get("cpu_recurrent")
+    first, last = (kernel.variant(kernel.setting({**v.knobs, "vec": 3})) for v in good.variants.values())
     path = places / "user" / device().slug / "gdn_decode.json"
-    table.save(msgspec.structs.replace(good, variants=wrong), path)
+    wrong = {v.id: TableVariant(v.kernel, v.knobs) for v in (first, last)}
+    rule = Rule(CONTRACT, (Interval(1, 99, first.id), Interval(100, None, last.id)))
+    table.save(msgspec.structs.replace(good, variants=wrong, rules=(rule,)), path)
     assert "default" in Runtime(device()).bind(CONTRACT).choice(1).why
     assert any("cannot serve" in r.message for r in caplog.records)
+
+
+def test_ids_that_contradict_their_knobs_are_refused(places):
+    """Fault: a table whose ids say tv33 and whose knobs say 32 was as good as any other."""
+    path = places / "given.json"
+    table.save(a_table(device()), path)
+    Runtime(device()).use(path)
+    text = path.read_text()
+    tv = next(part for part in next(iter(table.load(path).variants)).split(".") if part.startswith("tv"))
+    path.write_text(text.replace(f".{tv}.", ".tv33."))
+    with pytest.raises(
+        TableError, match=rf"given.json: \$.variants\['.*tv33.*'\].knobs are those of cpu_recurrent.*{tv}"
+    ):
+        Runtime(device()).use(path)
+
+
+@pytest.mark.parametrize(
+    "name, knobs, of",
+    [
+        ("recurrent.tv32.ilp2", {"tile_v": 32, "ilp": 2}, None),
+        ("recurrent.tv32.ilp2.early", {"tile_v": 32, "ilp": 2, "early": True, "split": 1}, None),
+        ("recurrent.tv32.ilp2", {"tile_v": 32, "ilp": 2, "split": 2}, None),
+        ("recurrent.any", {"tile_v": 32, "of_another_version": 1}, None),
+        ("peer:other.any", {"tile_v": 32}, None),
+        ("recurrent.tv33.ilp2", {"tile_v": 32, "ilp": 2}, "recurrent.tv32.ilp2"),
+        ("recurrent.tv32", {"tile_v": 32, "ilp": 2}, "recurrent.tv32.ilp2"),
+        ("recurrent.tv2.ilp32", {"tile_v": 32, "ilp": 2}, "recurrent.tv32.ilp2"),
+        ("recurrent.tv32.ilp2.early", {"tile_v": 32, "ilp": 2, "early": False}, "recurrent.tv32.ilp2"),
+        ("wy.tv32.ilp2", {"tile_v": 32, "ilp": 2}, "recurrent.tv32.ilp2"),
+    ],
+)
+def test_what_ids_say(name, knobs, of):
+    """An id says each knob that has no default, and nothing that is not so; knobs and kernels of other versions are let be."""
+    variant = Variant("peer:other" if name.startswith("peer") else "recurrent", name, knobs)
+    if of is None:
+        kernels.check_names([variant], "t.json")
+        return
+    with pytest.raises(TableError, match=re.escape(f"t.json: $.variants[{name!r}].knobs are those of {of}: ")):
+        kernels.check_names([variant], "t.json")
 
 
 def test_a_malformed_table_is_refused(places):
@@ -129,6 +174,28 @@ def test_plan_and_prepare(places):
     bound = gdntune.plan(Problem(CONTRACT, 2, 2, 4), device="cpu")
     assert callable(bound.at(8))
     assert all(f is not None for f in gdntune.prepare(CONTRACT, device="cpu")._functions)
+
+
+def test_without_cuda_the_api_speaks_its_own_words(places, monkeypatch):
+    """Fault: a GPU's table on a host without CUDA, and plan and prepare without device=, were answered in a config's words."""
+    monkeypatch.setattr(arch, "cuda_fault", lambda index=0: "no CUDA device: none")
+    monkeypatch.setattr(ops, "runtime", dispatch.runtime.__wrapped__)
+    path = places / "given.json"
+    table.save(a_table(arch.target("sm_90a"), Contract(), "recurrent"), path)
+    with pytest.raises(ToolMissing) as e:
+        gdntune.load_table(path)
+    assert str(e.value) == (
+        f"{path} was measured on NVIDIA H100 80GB HBM3, of kind cuda: no CUDA device: none, or give a table of kind cpu; "
+        "`gdntune sweep` makes one"
+    )
+    calls = (
+        lambda: gdntune.plan(Problem(CONTRACT, 2, 2, 4)),
+        lambda: gdntune.prepare(CONTRACT),
+        lambda: gdntune.load_table(path, "cuda"),
+    )
+    for call in calls:
+        with pytest.raises(ToolMissing, match="^device='cuda': no CUDA device: none, or give device='cpu'$"):
+            call()
 
 
 def test_a_table_of_another_kind_of_device_is_refused(places, monkeypatch):

@@ -115,6 +115,22 @@ def test_a_consumer_that_stops_closes_the_workers():
     assert workers[0].closed.is_set() and not workers[1].closed.is_set()
 
 
+def test_a_worker_that_is_not_fit_gets_no_job():
+    """It is asked for each job; where none is fit, what is left is not taken."""
+    done, taken = [], []
+
+    def jobs():
+        for n in range(9):
+            taken.append(n)
+            yield job(n, 0.01)
+
+    done.extend(share_out([Fake("a"), Fake("b")], jobs(), lambda worker: worker.name != "b" or len(taken) < 3))
+    assert sorted(n for n, _ in done) == list(range(9))
+    assert 1 <= sum(name == "b" for _, name in done) <= 2
+    taken.clear()
+    assert len(list(share_out([Fake("a")], jobs(), lambda _: len(taken) < 3))) == 3 == len(taken)
+
+
 def test_on_each():
     """One job on every device, results in their order; none where there are none."""
     assert on_each([Fake("a"), Fake("b")], lambda w: w.name) == ["a", "b"]

@@ -178,11 +178,15 @@ def test_peers_that_failed_are_left_out():
 
 
 def test_what_it_refuses():
-    """No journal, journals of two devices, and a device without a known peak."""
+    """No journal, journals of two devices or of a CPU, and a device without a known peak."""
     with pytest.raises(JournalError, match="accepted are those of one device"):
         Model([], B200)
     with pytest.raises(JournalError, match="NVIDIA A100.*accepted are those of one device"):
         Model([MADE, journal_of(Contract(), device=arch.target("sm_80"))], B200)
+    with pytest.raises(
+        UnsupportedProblem, match=r"a journal of .*EPYC.*, a CPU: accepted are those of a GPU \(--journal\)"
+    ):
+        Model([journal_of(Contract(), device=synthetic.cpu())], B200)
     with pytest.raises(UnsupportedProblem, match="EPYC.*peak is not known"):
         Model([MADE], synthetic.cpu())
 

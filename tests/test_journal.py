@@ -109,6 +109,11 @@ APART = {
     "rounds": (
         {"rounds": 50},
         {"rounds": 60, "config_sha256": "other"},
+        "rounds: 50 in the journal, 60 now (search.final_rounds of the config)",
+    ),
+    "a bench's rounds": (
+        {"rounds": 50, "software": BENCH},
+        {"rounds": 60, "software": BENCH, "config_sha256": "other"},
         "rounds: 50 in the journal, 60 now (--rounds, or search.final_rounds of the config)",
     ),
     "an older journal's config": (
@@ -397,10 +402,43 @@ def test_no_journal(tmp_path, name):
         journal.read(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    "data", [b"batch,tokens\n1,1\n", b"name: tiny\n", b'{\n "a": 1}\n', b"[1]", b"\x89PNG", b"{}\n"], ids=repr
+)
+def test_a_file_that_is_no_journal(tmp_path, data):
+    """Fault: of a CSV or a config that was given as a journal the user was told to cut out the first line. Nothing is written to it."""
+    path = tmp_path / journal.FILE
+    path.write_bytes(data)
+    for use in (journal.read, lambda p: Journal.open(p.parent, RUN)):
+        with pytest.raises(JournalError) as e:
+            use(path)
+        said = str(e.value)
+        assert said.startswith(f"{path} is no journal: it begins with ")
+        assert "accepted is a sweep's folder, its journal.jsonl" in said and "cut" not in said
+    assert path.read_bytes() == data
+
+
+def test_a_damaged_header(tmp_path):
+    """A header that is damaged behind its begin is one all the same, which cannot be done without; a torn one is no other file."""
+    with written(tmp_path) as j:
+        data = j.path.read_bytes()
+    j.path.write_bytes(data.replace(b'"schema"', b'"scheme"', 1))
+    with pytest.raises(JournalError, match=r"line 1: .*; restore the file$"):
+        journal.read(j.path)
+    for size in (5, 60):
+        j.path.write_bytes(data[:size])
+        with pytest.raises(JournalError, match="holds no whole line"):
+            journal.read(j.path)
+
+
 def test_a_folder_that_is_a_file(tmp_path):
-    """A folder that cannot be made is a JournalError with a remedy."""
+    """Fault: a file where a folder is wanted was `File exists`. It is called a file, and so is one that the folder would lie in."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(JournalError, match="cannot be written: .*choose a folder"):
+    with pytest.raises(
+        JournalError, match="file: cannot be written: it is a file, and a folder is wanted; choose a folder"
+    ):
+        Journal.open(tmp_path / "file", RUN)
+    with pytest.raises(JournalError, match="sweep: cannot be written: .*/file is a file, .*choose a folder"):
         Journal.open(tmp_path / "file" / "sweep", RUN)
 
 

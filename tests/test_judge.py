@@ -361,6 +361,16 @@ def test_cost_judges_on_samples_apart(default_is):
         halving.cost(records, HEADER, 1.5)
 
 
+def test_cost_says_what_was_drawn(default_is):
+    """Fault: of a share below one sample of each, which are always drawn, choices were `from 0% of the samples`."""
+    default_is("a")
+    found = halving.cost([*checks("ab"), *cell(8, a=10, b=11)], HEADER, 0.001)
+    share = f"{found.drawn / found.samples:.1%}"
+    assert share != "0.0%"
+    assert found.cells.about == f"each cell's winner from {share} of the samples, by successive halving"
+    assert found.table.about == f"the table from {share} of the samples, by successive halving"
+
+
 def test_cost_on_the_published_sweep(h100):
     """A quarter of the samples choose as well as all, within 0.1% on average: cells and table."""
     _, run, records = h100
@@ -401,4 +411,4 @@ def test_documents(default_is):
     rows = document.sections[0].blocks[3].rows
     assert [r[0] for r in rows] == ["gdn_decode.tokens=1", "all"]
     assert rows[0][1:] == ("1", "50.00", "50.00", "1", "-", "-", "0")
-    assert "25%" in repr(halving.cost_document(halving.cost(records, HEADER), "a journal"))
+    assert "the table from " in repr(halving.cost_document(halving.cost(records, HEADER), "a journal"))

@@ -444,6 +444,16 @@ def test_faults_of_a_call_by_convention():
     assert "A_log has shape (3,)" in said and "one row a value head or one a q/k head, [2, 4]" in said
 
 
+def test_only_what_was_passed_is_named():
+    """Fault: wrong initial_state_indices were refused a second time as output_state_indices, which the caller had not passed."""
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
+    case.write_index = None
+    said = refused("initial_state_indices has shape", call, case, initial_state_indices=int32(2))
+    assert "output_state_indices" not in said and said.count("accepted") == 1
+    both = refused(".", call, case, initial_state_indices=int32(2), output_state_indices=int32(4))
+    assert "output_state_indices has shape (4,)" in both
+
+
 @pytest.mark.parametrize("public", [gdntune.plan, gdntune.prepare, call], ids=["plan", "prepare", "call"])
 def test_a_variant_that_does_not_compile(public, monkeypatch):
     """Compiling on first use fails by name and reason."""
@@ -533,6 +543,15 @@ def test_checked_mode_reads_what_lies_on_the_device(name):
     case = make_case(Problem(CONTRACTS[kind], 3, 2, 4), "cpu", permute=False)
     tensors = {field: torch.tensor(x) for field, x in changes.items()}
     assert "found by GDNTUNE_CHECK=1" in refused(match, call, case, **tensors)
+
+
+@pytest.mark.usefixtures("checked")
+def test_checked_mode_names_what_was_passed():
+    """Fault: a slot that initial_state_indices names twice was called one of output_state_indices, which the caller had not passed."""
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu", permute=False)
+    case.write_index = None
+    match = r"^initial_state_indices\[2\] is 1, as is initial_state_indices\[1\]: two requests would write one slot"
+    refused(match, call, case, initial_state_indices=torch.tensor([0, 1, 1]))
 
 
 @pytest.mark.usefixtures("checked")

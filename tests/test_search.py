@@ -5,18 +5,22 @@ import json
 import os
 import re
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
 import synthetic
 
-from gdntune import arch, config, kernels, search, session, table, trials
+from gdntune import arch, config, kernels, report, search, session, table, trials
 from gdntune.build import Built
 from gdntune.errors import ConfigError, JournalError, Locked, MeasurementError, ToolMissing, UnsupportedProblem
+from gdntune.executors import Crashed
 from gdntune.journal import Build, Cell, Check, Journal, Trial, read
 from gdntune.store import Store
 from gdntune.timing import Policy
 
+SHIPPED = Path(__file__).parent.parent / "tables" / "nvidia-h200" / "gdn_decode.json"
 TINY = """
 name: tiny
 device: cpu
@@ -307,20 +311,67 @@ def test_a_cell_is_timed_again_when_a_clock_moved(attempts, asked, reason, monke
     assert outcome.table.evidence.cells == 2
 
 
+class Attempt(NamedTuple):
+    """What a timing process returned of a cell, as far as `attempts` looks."""
+
+    number: int
+    took: session.Took
+
+
+WELL, HOT, MOVED = (
+    arch.Clocks(sm_mhz=1980),
+    arch.Clocks(sm_mhz=990, event_reasons=("hw_slowdown",)),
+    arch.Clocks(sm_mhz=1620),
+)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "asked", "found"),
+    [
+        ("o", 1, 0),
+        ("to", 2, 1),
+        ("tt", 2, 1),
+        ("mo", 2, 1),
+        ("mm", 2, 1),
+        ("mto", 3, 2),
+        ("mtt", 3, 0),
+        ("tmm", 3, 2),
+        ("uo", 2, 1),
+        ("uu", 2, MeasurementError),
+        ("utt", 3, 2),
+        ("muu", 3, 0),
+        ("tc", 2, Crashed),
+        ("c", 1, Crashed),
+    ],
+)
+def test_attempts(outcomes, asked, found):
+    """Fault: a cell that was disturbed in two ways, once each, failed, and times that could be kept were thrown away.
+
+    o: undisturbed, t: throttled, m: a clock moved, u: times that cannot be true, c: a crash.
+    """
+    made = []
+
+    def measure():
+        made.append(kind := outcomes[len(made)])
+        if kind == "u":
+            raise MeasurementError("lost records")
+        after = {"t": HOT, "m": MOVED}.get(kind, WELL)
+        return Crashed("crashed", "") if kind == "c" else Attempt(len(made) - 1, session.Took("", 1.0, WELL, after))
+
+    got = trials.attempts(measure)
+    assert len(made) == asked
+    assert isinstance(got, found) if isinstance(found, type) else got.number == found
+
+
 def test_throttled_cells_are_counted_a_device():
-    """One device of several that cannot hold its clocks is named; a cell between that was well, or of another device, is no such run."""
+    """A cell between that was well starts anew, and one of another device does not."""
     cell = synthetic.records(synthetic.run())[-1]
-    bad = msgspec.structs.replace(
-        cell, status="failed", reason="throttled, in every attempt, by hw_slowdown", timed_on="cuda:1"
-    )
-    seen = trials.Throttling()
-    for good in (msgspec.structs.replace(cell, timed_on="cuda:0"), msgspec.structs.replace(cell, timed_on="cuda:1")):
-        for records in ([bad], [bad], [good]):
+    bad = msgspec.structs.replace(cell, status="failed", reason="throttled, twice, by hw_slowdown", timed_on="cuda:1")
+    for good, fit in (("cuda:0", False), ("cuda:1", True)):
+        seen = trials.Throttling()
+        for records in ([bad], [bad], [msgspec.structs.replace(cell, timed_on=good)], [bad]):
             seen.see(records)
-        if good.timed_on == "cuda:0":
-            with pytest.raises(MeasurementError, match="the last 3 cells of cuda:1 were throttled.* hw_slowdown"):
-                seen.see([bad])
-            seen = trials.Throttling()
+        assert seen.fit("cuda:1") == fit and seen.fit("cuda:0") and seen.fit()
 
 
 def test_a_device_that_cannot_hold_its_clocks_ends_the_sweep(monkeypatch, store, tmp_path):
@@ -331,7 +382,7 @@ def test_a_device_that_cannot_hold_its_clocks_ends_the_sweep(monkeypatch, store,
         patched.setattr(session, "time_task", hot)
         with pytest.raises(
             MeasurementError,
-            match="the last 3 cells were throttled.* sw_thermal_slowdown .SMs at 990 MHz, 87 C.*cooling",
+            match="the last 3 cells were throttled, twice, .* sw_thermal_slowdown .SMs at 990 MHz, 87 C.*cooling",
         ):
             run(tmp_path, store, text)
     _, records = read(tmp_path / "journal.jsonl")
@@ -340,9 +391,104 @@ def test_a_device_that_cannot_hold_its_clocks_ends_the_sweep(monkeypatch, store,
     assert cells[0].clocks_after["temperature_c"] == 87
     assert not [r for r in records if isinstance(r, Trial)]
     assert not (tmp_path / "table.json").exists()
+    # those that had no turn come first, so that cells that throttle the device do not bar the way
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "time_task", hot)
+        with pytest.raises(MeasurementError):
+            run(tmp_path, store, text)
+    _, records = read(tmp_path / "journal.jsonl")
+    assert [r.problem.B for r in records if isinstance(r, Cell)] == [1, 2, 4, 8, 16, 1]
     again = run(tmp_path, store, text)
     assert again.table.evidence.cells == 5 and again.notes == []
     assert again.records[: len(records)] == records
+    assert "Failures" not in report.report([tmp_path]).markdown()
+
+
+def hot_there(start, problem, *rest):
+    """Two devices of which one cannot hold its clocks."""
+    return (hot if start.index == 1 else honest_time_task)(start, problem, *rest)
+
+
+def test_a_device_that_cannot_hold_its_clocks_leaves_its_cells_to_the_others(monkeypatch, store, tmp_path):
+    """Fault: one throttled GPU of several ended the sweep, and what the others were at was lost."""
+    text = TINY.replace("batch: [1, 8]", "batch: [1, 2, 3, 4, 5, 6, 7, 8]")
+    monkeypatch.setattr(session, "time_task", hot_there)
+    outcome = run(tmp_path, store, text, devices=(0, 1))
+    assert outcome.table.evidence.cells == 8
+    cells = [r for r in outcome.records if isinstance(r, Cell)]
+    assert {(r.timed_on, r.status) for r in cells} <= {("cpu:0", "ok"), ("cpu:1", "failed")}
+    assert len([r for r in cells if r.status == "failed"]) in (1, 2, 3)
+    left_out = [note for note in outcome.notes if "cpu:1 was left out when its last 3 cells were throttled" in note]
+    assert len(left_out) == (len([r for r in cells if r.status == "failed"]) == 3)
+
+
+def test_a_cell_larger_than_memory_is_not_tried(store, tmp_path):
+    """Fault: each variant was tried alone, in a process of its own, at a cell that no variant has room for."""
+    outcome = run(tmp_path, store, TINY.replace("batch: [1, 8]", "batch: [1, 99999999]"))
+    cells = {r.problem.B: r for r in outcome.records if isinstance(r, Cell)}
+    assert cells[99999999].status == "failed" and "its states take 3051.8 GiB of the device's" in cells[99999999].reason
+    assert cells[1].status == "ok" and outcome.table is not None
+
+
+class Full:
+    """A worker whose device is full; counts what it was asked for."""
+
+    name, asked = "cpu:0", 0
+
+    def run(self, function, *args, timeout):
+        """No memory, whatever is timed."""
+        self.asked += 1
+        return Crashed("crashed", "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_a_cell_without_room_is_given_up_with_the_first_variant(swept):
+    """Fault: every variant was tried alone, each in a process of its own."""
+    cell = next(r for r in swept[1].records if isinstance(r, Cell))
+    variants = [
+        r.variant
+        for r in swept[1].records
+        if isinstance(r, Trial) and r.stage == "screen" and r.problem == cell.problem
+    ]
+    full = Full()
+    [record] = trials.time(full, trials.Plan(cell.problem, variants, [], config.parse(TINY).search))
+    assert record.status == "failed" and "out of memory" in record.reason
+    assert full.asked == 2 < len(variants)
+
+
+def test_judged_choices_of_cells_that_are_done_are_said(swept, store, tmp_path):
+    """Fault: a sweep that went on with --table said nothing where its cells had been timed before, without final samples of the choices."""
+    folder, outcome = swept
+    (tmp_path / "journal.jsonl").write_bytes((folder / "journal.jsonl").read_bytes())
+    finals = {(r.problem, r.variant.id) for r in outcome.records if isinstance(r, Trial) and r.stage == "final"}
+    best = outcome.table
+    assert not run(tmp_path, store, judged=[best]).notes
+    problems = {r.problem for r in outcome.records if isinstance(r, Cell)}
+    timed = {r.variant.id: r.variant for r in outcome.records if isinstance(r, Trial) and r.role == "decode"}
+    late = next(v for v in timed.values() if not any((p, v.id) in finals for p in problems))
+    [rule] = best.rules
+    other = msgspec.structs.replace(
+        best,
+        variants={late.id: table.TableVariant(late.kernel, late.knobs)},
+        rules=[
+            msgspec.structs.replace(
+                rule, intervals=[msgspec.structs.replace(rule.intervals[0], first=1, last=None, variant=late.id)]
+            )
+        ],
+    )
+    assert any(
+        n.startswith("2 choices of the judged tables have no final samples")
+        for n in run(tmp_path, store, judged=[other]).notes
+    )
+
+
+def test_a_table_of_another_kind_of_device_is_refused(store, tmp_path):
+    """Fault: its choices were counted as variants that the config does not time."""
+    shipped = table.load(SHIPPED)
+    with pytest.raises(
+        UnsupportedProblem,
+        match=r"a table of NVIDIA H200 \(cuda\) to be judged on .*accepted are tables of the same kind",
+    ):
+        run(tmp_path, store, judged=[shipped])
 
 
 @pytest.mark.parametrize(
@@ -350,7 +496,7 @@ def test_a_device_that_cannot_hold_its_clocks_ends_the_sweep(monkeypatch, store,
     [
         (lost_records, "segments have no record"),
         (no_memory, "out of memory"),
-        (hot_at_eight, "throttled, in every attempt"),
+        (hot_at_eight, "throttled, twice"),
     ],
     ids=["lost", "memory", "hot"],
 )

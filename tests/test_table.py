@@ -153,6 +153,12 @@ def test_other_bytes_are_refused(data):
         table.validate(data, "t.json")
 
 
+def test_what_is_accepted_instead_of_yaml():
+    """Fault: of a table's YAML it was said alone that it is no JSON."""
+    with pytest.raises(TableError, match="not JSON: .*; accepted is a JSON file that `gdntune sweep` wrote"):
+        table.validate(b"# a config\nname: tiny\n", "tiny.yaml")
+
+
 junk = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.sampled_from([2, "kda_decode", "recurrent.tv32"]),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["from", "op", "x"]), inner, max_size=2),

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 
 from gdntune.arch import Device
-from gdntune.errors import UnknownName, UnsupportedProblem, listed
+from gdntune.errors import TableError, UnknownName, UnsupportedProblem, listed
 from gdntune.kernels import cpu_recurrent_config, cpu_stream_config, recurrent_config, stream_config, wy_config
 from gdntune.kernels.spec import Kernel, Role, Variant
 from gdntune.kernels.stream_config import flush
 from gdntune.problem import Contract, Problem
 
-__all__ = ["KERNELS", "at", "default", "fingerprints", "flush", "get", "refuse", "serving", "variants"]
+__all__ = ["KERNELS", "at", "check_names", "default", "fingerprints", "flush", "get", "refuse", "serving", "variants"]
 
 KERNELS: dict[str, Kernel] = {
     k.name: k
@@ -49,6 +49,16 @@ def refuse(contract: Contract, variant: Variant) -> str | None:
     """Why a variant cannot serve a contract, or None."""
     kernel = get(variant.kernel)
     return kernel.refuse(contract, kernel.setting(variant.knobs))
+
+
+def check_names(found: Iterable[Variant], source: str) -> None:
+    """TableError for a variant of a table whose id says of a knob what its value does not."""
+    for v in found:
+        if v.kernel in KERNELS and (named := KERNELS[v.kernel].named(v)):
+            raise TableError(
+                f"{source}: $.variants[{v.id!r}].knobs are those of {named}: accepted is the id that knobs have; write it wherever "
+                "the other stands, or take the table that `gdntune sweep` wrote"
+            )
 
 
 def default(contract: Contract, work_units: int, device: Device, role: Role = "decode") -> Variant:

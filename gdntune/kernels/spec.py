@@ -113,6 +113,27 @@ class Kernel:
             raise UnknownName(f"{self.name} lacks the knob {listed(sorted(missing))}")
         return self.knobs(**knobs)
 
+    def named(self, variant: Variant) -> str | None:
+        """The id that a variant's knobs have, where its own says otherwise; None where it does not, or has knobs of another version.
+
+        A knob that the id leaves out is at its default, which another version may have had elsewhere: that is not looked at.
+        """
+        fields = {f.name: f for f in dataclasses.fields(self.knobs)}
+        if not variant.knobs.keys() <= fields.keys():
+            return None
+        parts = {
+            name: field.metadata["tag"]
+            if variant.knobs[name] is True
+            else f"{field.metadata['tag']}{variant.knobs[name]}"
+            for name, field in fields.items()
+            if name in variant.knobs
+        }
+        always = [part for name, part in parts.items() if fields[name].default is dataclasses.MISSING]
+        first, *said = variant.id.split(".")
+        if first == self.name and set(always) <= set(said) <= set(parts.values()):
+            return None
+        return ".".join([self.name, *(p for n, p in parts.items() if variant.knobs[n] != fields[n].default)])
+
     def variants(self, contract: Contract, device: Device) -> tuple[Variant, ...]:
         """The variants worth trying."""
         return tuple(self.variant(s) for s in self.space(contract, device))

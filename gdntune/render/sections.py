@@ -13,7 +13,7 @@ import msgspec
 
 from gdntune import arch
 from gdntune.baseline import Baseline
-from gdntune.journal import Build, Cell, Check, Record, Trial, made_by
+from gdntune.journal import Build, Cell, Check, Record, Trial, latest, made_by
 from gdntune.problem import Contract
 from gdntune.render import peers, workload
 from gdntune.render.document import Block, Bullets, Code, Document, Grid, Section, Text
@@ -236,7 +236,7 @@ def _failures(sources: "Sequence[Source]") -> list[Section]:
     counts: Counter[tuple[str, str]] = Counter()
     example: dict[tuple[str, str], tuple[str, str]] = {}
     for source in sources:
-        for r in source.records:
+        for r in latest(source.records):
             if r.status == "ok" or peers.is_theirs(r):
                 continue
             # The same fault names other numbers each time.

@@ -20,8 +20,12 @@ def shade(share: float | None) -> str:
     return "" if share is None else next((colour for least, colour in SHADES if share >= least), "")
 
 
-def print_document(document: Document, console: Console, *, details: bool = False) -> None:
-    """Prints a document; its detail sections only where `details` asks for them."""
+def print_document(document: Document, console: Console, *, details: bool = False, folds: bool = True) -> None:
+    """Prints a document; its detail sections only where `details` asks for them.
+
+    folds: whether words of a table go on in the next line where the console has no room. Where not, an id is found and copied whole.
+    """
+    width = console.width
     console.print(Styled(document.title, "bold"))
     for i, section in enumerate(s for s in document.sections if details or not s.detail):
         console.print()
@@ -38,8 +42,11 @@ def print_document(document: Document, console: Console, *, details: bool = Fals
             else:
                 if block.caption:
                     console.print(Styled(block.caption, "italic"))
-                table, least = _table(block)
-                console.print(table, width=max(least, console.width), crop=False)
+                table, least = _table(block, folds)
+                # a console gives no print more than its own width, and a table without room loses columns
+                console.width = max(least, width)
+                console.print(table, crop=False)
+                console.width = width
                 console.print()
     coloured = console.color_system is not None and not console.no_color
     if coloured and any(g.shades for s in document.sections for g in s.blocks if isinstance(g, Grid)):
@@ -51,14 +58,14 @@ def _plain(text: str) -> Styled:
     return Styled(text.replace("`", ""))
 
 
-def _table(grid: Grid) -> tuple[Table, int]:
-    """A grid, and the columns of text that it needs: words go on in the next line where there is no room, numbers are never cut."""
+def _table(grid: Grid, folds: bool) -> tuple[Table, int]:
+    """A grid, and the columns of text that it needs: words go on in the next line where there is no room, or not, numbers are never cut."""
     table = Table(box=None, pad_edge=False)
     widths = [max(map(len, column)) for column in zip(grid.headers, *grid.rows, strict=True)]
-    least = [min(w, FOLDED) if i < grid.left else w for i, w in enumerate(widths)]
+    least = [min(w, FOLDED) if folds and i < grid.left else w for i, w in enumerate(widths)]
     for i, header in enumerate(grid.headers):
         if i < grid.left:
-            table.add_column(Styled(header), overflow="fold", min_width=least[i])
+            table.add_column(Styled(header), overflow="fold", no_wrap=not folds, min_width=least[i])
         else:
             table.add_column(Styled(header), justify="right", no_wrap=True, min_width=least[i])
     for i, row in enumerate(grid.rows):
