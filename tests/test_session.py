@@ -91,6 +91,16 @@ def test_the_screen_has_two_looks(tmp_path, rounds, looks):
     assert all(len(t.screen_us) == rounds for t in result.timed if t.final_us)
 
 
+def test_a_device_that_stays_throttled_times_nothing(variants, monkeypatch):
+    """Fault: a cell whose times could not count was timed to the end. It says what the clocks were."""
+    hot = arch.Clocks(sm_mhz=990, event_reasons=("sw_thermal_slowdown",))
+    store, decode, floor = variants
+    monkeypatch.setattr(session, "settled", lambda index: hot)
+    result = a_session(store).time_cell(PROBLEM, decode, floor, SEARCH)
+    assert result == session.CellResult([], session.Took("throttled", 0.0, hot, hot))
+    assert result.took.throttled == "sw_thermal_slowdown (SMs at 990 MHz)"
+
+
 def test_a_cell_ends_with_its_time(variants):
     """max_cell_seconds leaves fewer rounds, and the stop rule says so."""
     store, decode, floor = variants
