@@ -86,8 +86,7 @@ def time_task(
 ) -> Found:
     """Times our variants, the best floors and the entries of peers on shared tensors, interleaved in one measurement."""
     session = current(start)
-    device = session.index if session.device.kind == "cuda" else None
-    before = settled(device)
+    before = settled(session.gpu)
     if throttled(before):
         return Found([], [], [], Took("throttled", 0.0, before, before))
     began = time.perf_counter()
@@ -108,7 +107,7 @@ def time_task(
     if more := -rounds % (math.lcm(*cycles) * (search.placements if max(cycles, default=1) > 1 else 1)):
         rounds, stop = rounds + more, f"{stop}, and {more} to end whole cycles"
     samples = session.final(problem, sets, lay_out, everything, rounds, search.placements)
-    after = clocks(device)
+    after = clocks(session.gpu)
     n, m = len(ours), len(ours) + len(best)
     timed_floors = [*zip(best, samples[n:m], strict=True)]
     took = Took(stop, time.perf_counter() - began, before, after)

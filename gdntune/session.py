@@ -236,7 +236,7 @@ class Session:
         sure: ids of `decode` that are always among the leaders: the default rule's choice, which a tuned one must beat, and those
         that are judged here, such as the table's at a held-out cell.
         """
-        before = settled(self.index if self.device.kind == "cuda" else None)
+        before = settled(self.gpu)
         if throttled(before):
             return CellResult([], Took("throttled", 0.0, before, before))
         start = time.perf_counter()
@@ -264,7 +264,7 @@ class Session:
         rounds, stop = self._rounds(screen, leaders, search, time.perf_counter() - start)
         del everything
         final = dict(zip(leaders, self.final(problem, sets, lay_out, leaders, rounds, search.placements), strict=True))
-        after = clocks(self.index if self.device.kind == "cuda" else None)
+        after = clocks(self.gpu)
         timed = [
             Timed(v, "decode" if i < n else "floor", screen[i], final.get(i, []))
             for i, v in enumerate([*decode, *floor])
@@ -330,9 +330,14 @@ class Session:
         x = torch.zeros(1, device=self.place)
         return lambda _: x.add_(1)
 
+    @property
+    def gpu(self) -> int | None:
+        """The device as `arch.clocks` takes it: torch's number of a GPU, None of a CPU."""
+        return self.index if self.device.kind == "cuda" else None
+
     def peaks(self) -> dict[str, float]:
         """The DRAM's bandwidth by source, GB/s."""
-        settled(self.index if self.device.kind == "cuda" else None)
+        settled(self.gpu)
         return measured_peaks(self.device, self.index)
 
 

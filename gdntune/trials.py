@@ -24,7 +24,7 @@ CELL_GRACE_S = 120.0
 RETRIES = 1
 # So many throttled cells of a device in a row, each twice and after a wait, are no accident.
 THROTTLED_IN_A_ROW = 3
-_THROTTLED = "throttled, twice, by "
+_THROTTLED = "throttled by "
 # How torch, CUDA and the system say that there was no memory; an illegal access is of another kind.
 _NO_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|not enough memory|(can't|cannot) allocate", re.IGNORECASE
@@ -149,18 +149,19 @@ def went(took: session.Took) -> dict[str, Any]:
 def _culprits(worker: Worker, plan: Plan, whole: Crashed, limit: float, retries: int) -> list[Record]:
     """After a cell took its process down: finds the variants that do so alone, records them, times the rest.
 
-    Where none does so, something else ended the process (the system, short of memory; a kill): the cell is timed again. Where already
-    the first finds no memory, as all did, the cell is too large for what is free, and no variant is to blame.
+    Where none does so, something else ended the process (the system, short of memory; a kill): the cell is timed again. Where the first
+    two find no memory, each alone, the cell is too large for what is free, and no variant is to blame.
     """
     quick = msgspec.structs.replace(plan.search, screen_rounds=2, final_rounds=2, keep=1)
     bad: dict[str, Crashed] = {}
-    for v in plan.variants:
+    for n, v in enumerate(plan.variants, 1):
         # times that cannot be true are no crash
         with contextlib.suppress(MeasurementError):
             got = worker.run(session.time_task, plan.problem, [v], [], quick, timeout=limit)
             if isinstance(got, Crashed):
                 bad[v.id] = got
-                if v is plan.variants[0] and _NO_MEMORY.search(whole.reason) and _NO_MEMORY.search(got.reason):
+                full = all(_NO_MEMORY.search(crash.reason) for crash in bad.values())
+                if full and len(bad) == n == min(2, len(plan.variants)):
                     return [plan.cell(worker, "failed", reason=whole.reason)]
             elif got.took.throttled:
                 return [plan.cell(worker, **went(got.took))]
@@ -205,9 +206,10 @@ def cannot_hold_its_clocks(records: Sequence[Record]) -> MeasurementError:
     """What ends a sweep or bench whose last cell is the third in a row that was throttled."""
     last = next(r.reason for r in reversed(records) if isinstance(r, Cell) and was_throttled(r))
     return MeasurementError(
-        f"the last {THROTTLED_IN_A_ROW} cells were {last}: at such clocks another variant can be the fastest, so the run ends here. "
-        "What is journalled stays, and `gdntune report` of its folder shows it. See to the device's cooling and power, or take another "
-        "of its model, and give the same command again: it goes on with the cells that are left, these last"
+        f"the last {THROTTLED_IN_A_ROW} cells were {last}, and so when timed again: at such clocks another variant "
+        "can be the fastest, so the run ends here. What is journalled stays, and `gdntune report` of its folder shows it. See to the "
+        "device's cooling and power, or take another of its model, and give the same command again: it goes on with the cells "
+        "that are left, these last"
     )
 
 

@@ -194,7 +194,9 @@ def test_a_device_that_cannot_hold_its_clocks_ends_the_bench(monkeypatch, store,
     """Three throttled cells in a row are enough: none is a comparison; the same command goes on elsewhere."""
     with monkeypatch.context() as patched:
         patched.setattr(bench_session, "time_task", hot)
-        with pytest.raises(MeasurementError, match="last 3 cells were throttled, twice, by hw_power_brake_slowdown:"):
+        with pytest.raises(
+            MeasurementError, match="last 3 cells were throttled by hw_power_brake_slowdown, and so when timed again:"
+        ):
             run(tmp_path, store)
     _, records = read(tmp_path / "journal.jsonl")
     assert [r.status for r in records if isinstance(r, Cell)] == ["failed"] * 3

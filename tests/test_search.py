@@ -403,7 +403,7 @@ def test_attempts(outcomes, asked, found):
 def test_throttled_cells_are_counted_a_device():
     """A cell between that was well starts anew, and one of another device does not."""
     cell = synthetic.records(synthetic.run())[-1]
-    bad = msgspec.structs.replace(cell, status="failed", reason="throttled, twice, by hw_slowdown", timed_on="cuda:1")
+    bad = msgspec.structs.replace(cell, status="failed", reason="throttled by hw_slowdown", timed_on="cuda:1")
     for good, fit in (("cuda:0", False), ("cuda:1", True)):
         seen = trials.Throttling()
         for records in ([bad], [bad], [msgspec.structs.replace(cell, timed_on=good)], [bad]):
@@ -419,7 +419,7 @@ def test_a_device_that_cannot_hold_its_clocks_ends_the_sweep(monkeypatch, store,
         patched.setattr(session, "time_task", hot)
         with pytest.raises(
             MeasurementError,
-            match="the last 3 cells were throttled, twice, .* sw_thermal_slowdown .SMs at 990 MHz, 87 C.*cooling",
+            match="the last 3 cells were throttled by sw_thermal_slowdown .SMs at 990 MHz, 87 C.*cooling",
         ):
             run(tmp_path, store, text)
     _, records = read(tmp_path / "journal.jsonl")
@@ -468,28 +468,34 @@ def test_a_cell_larger_than_memory_is_not_tried(store, tmp_path):
 
 
 class Full:
-    """A worker whose device is full; counts what it was asked for."""
+    """A worker that finds no memory where one of some variants is timed; counts what it was asked for."""
 
-    name, asked = "cpu:0", 0
+    name = "cpu:0"
 
-    def run(self, function, *args, timeout):
-        """No memory, whatever is timed."""
+    def __init__(self, greedy):
+        self.greedy, self.asked = set(greedy), 0
+
+    def run(self, function, problem, decode, *args, timeout):
+        """A result without samples, or the crash."""
         self.asked += 1
-        return Crashed("crashed", "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB")
+        if self.greedy & {v.id for v in decode}:
+            return Crashed("crashed", "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB")
+        return session.CellResult([], session.Took("", 0.1, WELL, WELL))
 
 
-def test_a_cell_without_room_is_given_up_with_the_first_variant(swept):
-    """Fault: every variant was tried alone, each in a process of its own."""
+@pytest.mark.parametrize("greedy", ["all", "first"])
+def test_a_cell_without_room(greedy, swept):
+    """Fault: every variant was tried alone, each in a process of its own. Two that find no memory are enough; one alone is to blame."""
     cell = next(r for r in swept[1].records if isinstance(r, Cell))
-    variants = [
-        r.variant
-        for r in swept[1].records
-        if isinstance(r, Trial) and r.stage == "screen" and r.problem == cell.problem
-    ]
-    full = Full()
-    [record] = trials.time(full, trials.Plan(cell.problem, variants, [], config.parse(TINY).search))
-    assert record.status == "failed" and "out of memory" in record.reason
-    assert full.asked == 2 < len(variants)
+    screened = [r for r in swept[1].records if isinstance(r, Trial) and (r.stage, r.role) == ("screen", "decode")]
+    variants = [r.variant for r in screened if r.problem == cell.problem]
+    worker = Full(v.id for v in (variants if greedy == "all" else variants[:1]))
+    *blamed, record = trials.time(worker, trials.Plan(cell.problem, variants, [], config.parse(TINY).search))
+    if greedy == "all":
+        assert (record.status, blamed) == ("failed", []) and "out of memory" in record.reason
+        assert worker.asked == 3 < len(variants)
+    else:
+        assert record.status == "ok" and [r.variant for r in blamed] == variants[:1]
 
 
 def test_judged_choices_of_cells_that_are_done_are_said(swept, store, tmp_path):
@@ -533,7 +539,7 @@ def test_a_table_of_another_kind_of_device_is_refused(store, tmp_path):
     [
         (lost_records, "segments have no record"),
         (no_memory, "out of memory"),
-        (hot_at_eight, "throttled, twice"),
+        (hot_at_eight, "throttled by"),
     ],
     ids=["lost", "memory", "hot"],
 )
