@@ -467,6 +467,13 @@ def test_a_cell_larger_than_memory_is_not_tried(store, tmp_path):
     assert cells[1].status == "ok" and outcome.table is not None
 
 
+def test_a_device_that_does_not_say_its_memory_is_swept(store, tmp_path):
+    """0 bytes are no limit: some systems do not say."""
+    silent = msgspec.structs.replace(arch.detect("cpu"), memory_bytes=0)
+    outcome = search.sweep(config.parse(TINY), tmp_path, device=silent, store=store)
+    assert outcome.table.evidence.cells == 2 and outcome.notes == []
+
+
 class Full:
     """A worker that finds no memory where one of some variants is timed; counts what it was asked for."""
 
