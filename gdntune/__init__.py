@@ -7,12 +7,12 @@ __version__ = "0.1.0"
 
 # Loaded on first use: `import gdntune` takes a few milliseconds, and torch some hundreds.
 _PUBLIC = {
-    "gated_delta_rule_decode": "gdntune.ops",
-    "gated_delta_rule_packed_decode": "gdntune.ops",
-    "kda_decode": "gdntune.ops",
-    "plan": "gdntune.ops",
-    "prepare": "gdntune.ops",
-    "load_table": "gdntune.ops",
+    "gated_delta_rule_decode": "gdntune.runtime.ops",
+    "gated_delta_rule_packed_decode": "gdntune.runtime.ops",
+    "kda_decode": "gdntune.runtime.ops",
+    "plan": "gdntune.runtime.ops",
+    "prepare": "gdntune.runtime.ops",
+    "load_table": "gdntune.runtime.ops",
     "Contract": "gdntune.problem",
     "Problem": "gdntune.problem",
     "GdntuneError": "gdntune.errors",

@@ -12,20 +12,23 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from gdntune import cells, executors, kernels, session, sol, trials
-from gdntune.arch import Device, cpu_threads, software
-from gdntune.build import SPILL_LIMIT_BYTES, Built, compile_objects
-from gdntune.config import Config, same
-from gdntune.derive import derive, marked
+from gdntune import kernels, sol
+from gdntune.device.arch import Device, cpu_threads, software
 from gdntune.errors import JournalError, MeasurementError, UnsupportedProblem, listed
-from gdntune.executors import Crashed, Worker
-from gdntune.journal import Build, Cell, Check, Journal, Record, Run, Trial, latest, now, timed, tried
 from gdntune.kernels.spec import Variant
+from gdntune.objects.build import SPILL_LIMIT_BYTES, Built, compile_objects
+from gdntune.objects.store import Store, object_spec
 from gdntune.problem import Contract, Problem
-from gdntune.store import Store, object_spec
-from gdntune.sweep_plan import plan, plan_objects
-from gdntune.table import Table, save
+from gdntune.results.derive import derive, marked
+from gdntune.results.journal import Build, Cell, Check, Journal, Record, Run, Trial, latest, now, timed, tried
+from gdntune.results.table import Table, save
 from gdntune.timing import Policy
+from gdntune.tuning import attempts as trials
+from gdntune.tuning import cells, executors
+from gdntune.tuning import worker as session
+from gdntune.tuning.config import Config, same
+from gdntune.tuning.executors import Crashed, Worker
+from gdntune.tuning.plan import plan, plan_objects
 
 Executor = Literal["local", "ray"]
 Purpose = Literal["bisection", "held-out"] | msgspec.UnsetType
@@ -173,7 +176,7 @@ class _Sweep:
         bundles = tuple(str(path) for path, _ in self.store.bundles)
         starts = [session.Start(self.device, i, str(self.store.root), bundles, self.policy) for i in self.devices]
         if self.executor == "ray":
-            from gdntune.ray_executor import ray_workers
+            from gdntune.tuning.ray import ray_workers
 
             return ray_workers(starts[0], [key for key, b in built.items() if b.ok], self.store)
         if len(starts) > 1 and self.device.kind == "cpu":

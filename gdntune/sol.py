@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from gdntune.arch import Device
+from gdntune.device.arch import Device
 from gdntune.errors import MeasurementError, UnsupportedProblem
 from gdntune.problem import ITEMSIZE, Contract, Problem
 

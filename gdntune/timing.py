@@ -17,15 +17,15 @@ from typing import Any, Literal, cast, get_args
 
 import msgspec
 
-from gdntune import arch, cupti_records, graphs
-from gdntune.arch import Device
+from gdntune.device import arch, cupti, graphs
+from gdntune.device.arch import Device
 from gdntune.errors import MeasurementError, ToolMissing, UnsupportedProblem, listed
 
 TimerName = Literal["auto", "cupti", "events", "cpu", "graph"]
 L2 = Literal["cold-clean", "cold-dirty", "rotate", "warm", "chain"]
 # Its argument is the turn, how many timed calls came before, so that `rotate` can walk slots; under `chain` the layer.
 Call = Callable[[int], Any]
-Reader = Callable[[Any], Any]  # reads a whole tensor in one kernel whose name contains cupti_records.FLUSH
+Reader = Callable[[Any], Any]  # reads a whole tensor in one kernel whose name contains cupti.FLUSH
 
 TIE_SHARE = 0.01
 CUPTI_STEP_US = 0.032  # CUPTI's clock on an H100: 1% of 3 us
@@ -67,7 +67,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if len(accepted) == 1 or self.timer in ("events", "graph"):
             return msgspec.structs.replace(self, timer=accepted[0] if self.timer == "auto" else self.timer), None
-        fault = cupti_records.fault()
+        fault = cupti.fault()
         if fault is None:
             return msgspec.structs.replace(self, timer="cupti"), None
         if self.timer == "cupti":
@@ -146,7 +146,7 @@ class CuptiTimer(Timer):
         self,
         policy: Policy,
         before: Callable[[], Any],
-        source: cupti_records.RecordSource,
+        source: cupti.RecordSource,
         synchronize: Callable[[], Any],
         markers: int = 1,
     ) -> None:
@@ -164,7 +164,7 @@ class CuptiTimer(Timer):
             self._synchronize()
         finally:
             records = self._source.stop()
-        return cupti_records.segments_us(records, len(order), self._markers)
+        return cupti.segments_us(records, len(order), self._markers)
 
 
 class EventTimer(Timer):
@@ -321,7 +321,7 @@ def make_timer(device: Device, policy: Policy, reader: Reader | None = None) -> 
 
     before()  # compiles or loads the reader
     if resolved.timer == "cupti":
-        return CuptiTimer(resolved, before, cupti_records.recorder(), torch.cuda.synchronize, markers)
+        return CuptiTimer(resolved, before, cupti.recorder(), torch.cuda.synchronize, markers)
     if resolved.timer == "graph":
         calls = TURNS if resolved.l2 == "rotate" else GRAPH_CALLS
         return GraphTimer(resolved, before, graphs.GraphRecorder(), calls, note)

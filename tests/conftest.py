@@ -19,7 +19,7 @@ H100 = Path(__file__).parent.parent / "docs" / "results" / "nvidia-h100-80gb-hbm
 @pytest.fixture(scope="session")
 def h100():
     """A published sweep of an H100: its file, header and records, read once."""
-    from gdntune import journal
+    from gdntune.results import journal
 
     return H100, *journal.read(H100)
 
@@ -43,7 +43,7 @@ def compiled_ahead(request, monkeypatch):
     if callspec is None or callspec.params.get("device") != "cpu":
         yield
         return
-    from gdntune import dispatch, ops
+    from gdntune.runtime import dispatch, ops
 
     bind, bound = dispatch.Runtime.bind, set()
 

@@ -3,13 +3,13 @@
 import math
 from pathlib import Path
 
-from gdntune.arch import Clocks, Device, target
-from gdntune.derive import derive
-from gdntune.journal import FILE, Build, Cell, Check, Record, Run, Trial, encode
+from gdntune.device.arch import Clocks, Device, target
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
+from gdntune.results.derive import derive
+from gdntune.results.journal import FILE, Build, Cell, Check, Record, Run, Trial, encode
+from gdntune.results.table import save
 from gdntune.sol import bytes_moved, floor_bytes
-from gdntune.table import save
 
 VARIANTS = [
     Variant("recurrent", f"recurrent.tv{tv}.ilp{ilp}", {"tile_v": tv, "ilp": ilp}) for tv in (16, 32) for ilp in (2, 4)

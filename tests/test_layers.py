@@ -1,122 +1,71 @@
-"""The layers of CONTRIBUTING.md: who may import whom, and how little `import gdntune` loads."""
+"""Packages in layers: who may import whom, and how little `import gdntune` loads."""
 
 import ast
 import fnmatch
-import re
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "gdntune"
-MODULES = {p.relative_to(PACKAGE).as_posix(): p for p in sorted(PACKAGE.rglob("*.py"))}
+import structure
 
 # Heavy or special packages, and the only modules that may import them, inside functions included.
 ONLY_IN = {
-    "cutlass": ("kernels/*.py", "build.py"),
-    "tvm_ffi": ("store.py", "kernels/cpu_object.py"),
-    "pandas": ("report.py",),
-    "typer": ("cli.py", "cli_common.py", "cli_results.py"),
-    "rich": ("cli.py", "progress.py", "render/terminal.py", "cli_common.py"),
-    "matplotlib": ("render/figures.py",),
-    "pynvml": ("nvml.py",),
-    "cupti": ("cupti_records.py",),
-    "pebble": ("build.py", "executors.py"),
-    "ray": ("ray_executor.py",),
-    "yaml": ("config.py",),
+    "cutlass": ("kernels/*.py", "objects/build.py"),
+    "tvm_ffi": ("objects/store.py", "kernels/cpu_object.py"),
+    "pandas": ("report/*.py",),
+    "typer": ("cli/*.py",),
+    "rich": ("cli/*.py", "report/terminal.py", "report/report.py"),
+    "matplotlib": ("report/figures.py",),
+    "pynvml": ("device/nvml.py",),
+    "cupti": ("device/cupti.py",),
+    "pebble": ("objects/build.py", "tuning/executors.py"),
+    "ray": ("tuning/ray.py",),
+    "yaml": ("tuning/config.py",),
 }
 # What `import gdntune` and the runtime's first steps reach: without torch at import.
-LIGHT = "arch config derive journal kernels kernels.spec problem sol store table timing"
+LIGHT = (
+    "device.arch tuning.config results.derive results.journal kernels kernels.spec problem sol objects.store "
+    "results.table timing"
+)
+# Arrows against the order that are still there. The list may only shrink.
+BACK = {("results", "report"), ("tuning", "search")}
+CIRCLES = {("report/against.py", "report/report.py"), ("report/sections.py", "report/report.py")}
 
 
-def layers() -> dict[str, int]:
-    """The layer of each pattern of modules, from the table in CONTRIBUTING.md."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    found: dict[str, int] = {}
-    for names, layer in re.findall(r"^\| (`.*?`) \|.*\| +(\d+) \|$", text, re.M):
-        found |= {name: int(layer) for name in re.findall(r"`(.*?)`", names)}
-    return found
+def test_every_package_has_its_place():
+    """Nothing stands beside the packages of the order."""
+    there = {structure.package(m) for m in structure.modules()} - {"__init__"}
+    assert there == set(structure.ORDER)
 
 
-LAYERS = layers()
+def test_packages_import_one_way():
+    """A package imports only from those before it in the order, in functions and for type checkers too."""
+    place = structure.ORDER.index
+    assert {(a, b) for a, b in structure.package_arrows() if place(b) >= place(a)} == BACK
 
 
-def layer(module: str) -> int:
-    """A module's layer: by its own name, else by the longest pattern that fits."""
-    fitting = sorted((p for p in LAYERS if fnmatch.fnmatchcase(module, p)), key=lambda p: (p == module, len(p)))
-    assert fitting, (
-        f"gdntune/{module} is not in the table of layers in CONTRIBUTING.md: add a row that says its one job"
-    )
-    return LAYERS[fitting[-1]]
-
-
-def imports(path: Path) -> set[str]:
-    """Every module that a file imports, at the top or inside functions, but for what only type checkers see."""
-    found: set[str] = set()
-
-    class Visitor(ast.NodeVisitor):
-        def visit_If(self, node: ast.If) -> None:
-            if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-                for statement in node.orelse:
-                    self.visit(statement)
-            else:
-                self.generic_visit(node)
-
-        def visit_Import(self, node: ast.Import) -> None:
-            found.update(alias.name for alias in node.names)
-
-        def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-            assert node.level == 0, f"{path}: relative imports are not used here"
-            assert node.module
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-
-    Visitor().visit(ast.parse(path.read_text()))
-    return found
-
-
-def own(name: str) -> str | None:
-    """The file of an imported name of gdntune: of the module, or of the one that has the name."""
-    parts = name.split(".")
-    if parts[0] != "gdntune":
-        return None
-    for end in (len(parts), len(parts) - 1):
-        stem = "/".join(parts[1:end])
-        for file in (f"{stem}.py", f"{stem}/__init__.py".lstrip("/")):
-            if file in MODULES:
-                return file
-    raise AssertionError(f"{name} is imported and not there")
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_down(module):
-    """A module imports only from lower layers."""
-    for name in imports(MODULES[module]):
-        below = own(name)
-        if below is not None and below != module:
-            assert layer(below) < layer(module), (
-                f"gdntune/{module} (layer {layer(module)}) imports {below} ({layer(below)})"
-            )
+def test_modules_have_no_circle():
+    """No modules import one another in a circle, in functions and for type checkers too."""
+    graph = {m: {o for o in others if (m, o) not in CIRCLES} for m, others in structure.arrows().items()}
+    del graph[structure.FACADE]
+    assert structure.circle(graph) == []
 
 
 @pytest.mark.parametrize("package", ONLY_IN)
 def test_packages_stay_in_their_place(package):
     """What is heavy, or stands for one job, is imported by that job's module alone."""
-    users = {m for m, path in MODULES.items() if any(n.split(".")[0] == package for n in imports(path))}
-    assert users <= {m for m in MODULES for pattern in ONLY_IN[package] if fnmatch.fnmatchcase(m, pattern)}
+    users = {m for m, names in IMPORTED.items() if package in names}
+    assert {m for m in users if not any(fnmatch.fnmatchcase(m, p) for p in ONLY_IN[package])} == set()
     assert users, f"nothing imports {package} any more: take it out of this table"
 
 
-def test_the_table_names_what_is_there():
-    """No row of the table is about a module that is gone."""
-    assert [p for p in LAYERS if not any(fnmatch.fnmatchcase(m, p) for m in MODULES)] == []
+IMPORTED = {m: {name.split(".")[0] for name in structure.imported(path)} for m, path in structure.modules().items()}
 
 
 def python(code: str) -> str:
     """What a fresh interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=structure.ROOT)
     return done.stdout.strip()
 
 
@@ -154,4 +103,4 @@ def test_no_module_takes_a_public_name():
     """A module `plan.py`, once anything imported it, stood where the function `gdntune.plan` is."""
     import gdntune
 
-    assert {p.stem for p in PACKAGE.iterdir()} & set(gdntune.__all__) == set()
+    assert {p.stem for p in structure.PACKAGE.iterdir()} & set(gdntune.__all__) == set()

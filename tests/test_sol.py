@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdntune import arch, sol
+from gdntune import sol
+from gdntune.device import arch
 from gdntune.errors import MeasurementError, UnsupportedProblem
 from gdntune.problem import Contract, Problem
 

@@ -10,8 +10,10 @@ from fakes.recorder import FakeRecorder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdntune import arch, cupti_records, graphs, timing
-from gdntune.cupti_records import segments_us
+from gdntune import timing
+from gdntune.device import arch, graphs
+from gdntune.device import cupti as cupti_records
+from gdntune.device.cupti import segments_us
 from gdntune.errors import MeasurementError, ToolMissing, UnsupportedProblem
 from gdntune.timing import Policy, summary, tie
 

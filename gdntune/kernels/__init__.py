@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from gdntune.arch import Device
+from gdntune.device.arch import Device
 from gdntune.errors import TableError, UnknownName, UnsupportedProblem, listed
 from gdntune.kernels import cpu_recurrent_config, cpu_stream_config, recurrent_config, stream_config, wy_config
 from gdntune.kernels.spec import Kernel, Role, Variant
@@ -72,6 +72,6 @@ def default(contract: Contract, work_units: int, device: Device, role: Role = "d
 
 def fingerprints(device_kind: str) -> dict[str, str]:
     """The fingerprint of each kernel that runs on a kind of device."""
-    from gdntune.fingerprint import fingerprint
+    from gdntune.kernels.fingerprint import fingerprint
 
     return {k.name: fingerprint(k.sources) for k in KERNELS.values() if k.device == device_kind}

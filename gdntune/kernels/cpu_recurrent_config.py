@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from gdntune.arch import Device
+from gdntune.device.arch import Device
 from gdntune.kernels.spec import Facts, Kernel, knob
 from gdntune.problem import ITEMSIZE, MAX_TOKENS, Contract
 

@@ -5,7 +5,7 @@ import functools
 import math
 from typing import Any
 
-from gdntune.arch import Device
+from gdntune.device.arch import Device
 from gdntune.errors import UnsupportedProblem
 from gdntune.kernels.facts import compiled_tokens, facts
 from gdntune.kernels.spec import Block, Kernel, knob

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from gdntune.arch import Device
+from gdntune.device.arch import Device
 from gdntune.errors import UnknownName, listed
 from gdntune.problem import Contract, Problem
 

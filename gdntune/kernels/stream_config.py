@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from gdntune.arch import Device
+from gdntune.device.arch import Device
 from gdntune.kernels.spec import Block, Facts, Kernel, Variant, knob
 from gdntune.problem import ITEMSIZE, Contract, Problem
 from gdntune.sol import state_bytes

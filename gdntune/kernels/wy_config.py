@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from gdntune.arch import Device
+from gdntune.device.arch import Device
 from gdntune.errors import UnsupportedProblem
 from gdntune.kernels.facts import compiled_tokens, facts
 from gdntune.kernels.spec import Block, Facts, Kernel, knob

@@ -7,9 +7,9 @@ bits, 2e-3 in fp32, or what an entry says of itself. A wrong gate, layout or slo
 import torch
 from torch import Tensor
 
-from gdntune.cases import Case
-from gdntune.check import Verdict
-from gdntune.kernels.reference import trace
+from gdntune.checking.cases import Case
+from gdntune.checking.check import Verdict
+from gdntune.checking.reference import trace
 from gdntune.peers.spec import Bound
 
 TOLERANCES = {"bf16": 1e-2, "fp16": 1e-2, "fp32": 2e-3}

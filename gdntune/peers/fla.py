@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gdntune.cases import Case
+from gdntune.checking.cases import Case
 from gdntune.peers.spec import Bound, Entry, Peer, imported, slots_of, unless
 from gdntune.problem import Problem
 

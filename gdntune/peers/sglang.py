@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gdntune.cases import Case
+from gdntune.checking.cases import Case
 from gdntune.errors import UnsupportedProblem
 from gdntune.peers.spec import (
     Bound,

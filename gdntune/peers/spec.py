@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gdntune.cases import Case
+from gdntune.checking.cases import Case
 from gdntune.errors import ToolMissing, UnknownName, UnsupportedProblem, listed
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem

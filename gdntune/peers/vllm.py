@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdntune.cases import Case
+from gdntune.checking.cases import Case
 from gdntune.errors import ToolMissing
 from gdntune.peers.spec import Bound, Entry, Peer, imported, packed, slots_of, starts, unless
 from gdntune.problem import Contract, Problem

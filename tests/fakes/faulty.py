@@ -12,10 +12,11 @@ import time
 
 import msgspec
 
-from gdntune import arch, kernels
+from gdntune import kernels
+from gdntune.device import arch
 from gdntune.kernels.spec import Kernel, knob
+from gdntune.objects.store import Manifest, Store
 from gdntune.problem import Contract
-from gdntune.store import Manifest, Store
 from gdntune.timing import Policy
 
 HONEST = {"faulty": "cpu_recurrent", "faulty_cuda": "recurrent"}
@@ -145,7 +146,7 @@ def find(self, spec):
 
 def load(self, specs):
     """`Store.load`: the honest kernel's default where a faulty one is asked for, with its fault."""
-    from gdntune.store import object_spec
+    from gdntune.objects.store import object_spec
 
     specs = list(specs)
     found = honest_load(self, [s for s in specs if s.kernel not in HONEST])

@@ -2,7 +2,7 @@
 
 import torch
 
-from gdntune.kernels.reference import decode
+from gdntune.checking.reference import decode
 from gdntune.peers import Bound, Entry, Peer
 from gdntune.peers.spec import slots_of, unless
 

@@ -7,9 +7,11 @@ import resource
 import sys
 from pathlib import Path
 
-from gdntune import arch, config, search
+from gdntune import search
+from gdntune.device import arch
 from gdntune.errors import GdntuneError
-from gdntune.store import Store
+from gdntune.objects.store import Store
+from gdntune.tuning import config
 
 if __name__ == "__main__":
     text, folder, store, *largest = sys.argv[1:]

@@ -15,9 +15,10 @@ import time
 import torch
 
 import gdntune
-from gdntune import arch, peers
-from gdntune.cases import Case, make_case
-from gdntune.kernels.reference import DTYPES, normalised, softplus
+from gdntune import peers
+from gdntune.checking.cases import Case, make_case
+from gdntune.checking.reference import DTYPES, normalised, softplus
+from gdntune.device import arch
 from gdntune.problem import Contract, Problem
 
 B, H, HV = 2, 2, 4

@@ -7,12 +7,12 @@ interleaved, under cold-clean; prints Markdown. Objects are those of the bundles
 import sys
 from pathlib import Path
 
-from gdntune import arch
-from gdntune.dispatch import runtime
+from gdntune.device import arch
+from gdntune.objects.store import Store, default_root
 from gdntune.problem import Contract, Problem
-from gdntune.session import Session
-from gdntune.store import Store, default_root
+from gdntune.runtime.dispatch import runtime
 from gdntune.timing import Policy, summary
+from gdntune.tuning.worker import Session
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 

@@ -12,7 +12,8 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
 import drift
 import test_faults
@@ -21,12 +22,14 @@ import test_kda
 import test_ops
 import test_properties
 
-from gdntune import arch, config, kernels, search
-from gdntune.build import compile_objects
-from gdntune.dispatch import Runtime
+from gdntune import kernels, search
+from gdntune.device import arch
 from gdntune.kernels.spec import Variant
+from gdntune.objects.build import compile_objects
+from gdntune.objects.store import ObjectSpec, Store, object_spec, write_bundle
 from gdntune.problem import Contract, contract_fault
-from gdntune.store import ObjectSpec, Store, object_spec, write_bundle
+from gdntune.runtime.dispatch import Runtime
+from gdntune.tuning import config
 
 DIFFERENTIAL_CONTRACTS = {"gdn_decode": 110, "kda_decode": 80}
 LEAST_OF_A_KERNEL = 24

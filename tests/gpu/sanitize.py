@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
 import torch
 from objects import DIFFERENTIAL_CONTRACTS, differential_variants
 from test_kernels_gpu import random_problem
 
-from gdntune.cases import make_case
-from gdntune.dispatch import runtime
+from gdntune.checking.cases import make_case
+from gdntune.runtime.dispatch import runtime
 
 
 def main() -> None:

@@ -6,10 +6,13 @@ import time
 import pytest
 from fakes import faulty
 
-from gdntune import config, search, table, trials
-from gdntune.arch import detect
-from gdntune.dispatch import runtime
-from gdntune.journal import Cell, Check, Trial
+from gdntune import search
+from gdntune.device.arch import detect
+from gdntune.results import table
+from gdntune.results.journal import Cell, Check, Trial
+from gdntune.runtime.dispatch import runtime
+from gdntune.tuning import attempts as trials
+from gdntune.tuning import config
 
 pytestmark = pytest.mark.gpu
 

@@ -13,11 +13,11 @@ import torch
 from objects import FLOOR_CONTRACTS, differential_variants, floors
 
 from gdntune import kernels
-from gdntune.arch import detect
-from gdntune.cases import floor_case, make_case
-from gdntune.check import Truth, compare
-from gdntune.dispatch import runtime
+from gdntune.checking.cases import floor_case, make_case
+from gdntune.checking.check import Truth, compare
+from gdntune.device.arch import detect
 from gdntune.problem import Contract, Problem
+from gdntune.runtime.dispatch import runtime
 from gdntune.sol import floor_form
 
 pytestmark = pytest.mark.gpu

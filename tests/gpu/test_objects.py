@@ -8,8 +8,9 @@ import pytest
 from objects import DIFFERENTIAL_CONTRACTS, LEAST_OF_A_KERNEL, contracts, differential_variants, objects
 from test_kernels_gpu import random_problem
 
-from gdntune import arch, kernels
-from gdntune.cases import make_case
+from gdntune import kernels
+from gdntune.checking.cases import make_case
+from gdntune.device import arch
 from gdntune.problem import GATES, HEAD_SIZES_K, TYPES, contract_fault, problem_fault
 
 

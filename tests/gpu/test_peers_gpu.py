@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gdntune import peers
-from gdntune.cases import make_case
+from gdntune.checking.cases import make_case
 from gdntune.peers.compare import Expected
 from gdntune.problem import Contract, Problem
 

@@ -5,11 +5,12 @@ import sys
 
 import pytest
 
-from gdntune import arch, timing
-from gdntune.chain import Chain, make_chain_timer
+from gdntune import timing
+from gdntune.device import arch
 from gdntune.errors import UnsupportedProblem
 from gdntune.problem import Contract, Problem
 from gdntune.timing import Policy, make_timer, summary
+from gdntune.tuning.chain import Chain, make_chain_timer
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
@@ -160,7 +161,7 @@ def test_graphs_under_each_policy(device, reader, l2):
 
 FAILING_CAPTURE = """
 import torch
-from gdntune import arch
+from gdntune.device import arch
 from gdntune.errors import MeasurementError
 from gdntune.timing import Policy, make_timer, summary
 x = torch.ones(1024, device="cuda")

@@ -1,0 +1,436 @@
+"""The command line: parses, calls one function, prints. What a command needs is imported when it runs."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from gdntune import __version__
+from gdntune.cli import results as cli_results
+from gdntune.cli.common import (
+    FINDINGS,
+    L2,
+    AsJson,
+    Bundles,
+    ConfigFile,
+    DeviceKind,
+    Index,
+    Jobs,
+    PartNames,
+    Timer,
+    config_of,
+    indices,
+    print_json,
+    refusing,
+    target_of,
+    terminal,
+)
+from gdntune.errors import UnsupportedProblem, no_folder
+
+if TYPE_CHECKING:
+    from gdntune.report.report import Report
+
+app = typer.Typer(
+    name="gdntune",
+    help="Finds, proves and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at hand. "
+    "Exit codes: 0 done, 1 findings, 2 wrong use or something missing.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Finds, proves and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at hand."""
+
+
+@app.command()
+@refusing
+def sweep(
+    config: ConfigFile,
+    part: PartNames = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for journal, table and report; default results/NAME.")
+    ] = None,
+    device: DeviceKind = None,
+    index: Index = 0,
+    devices: Annotated[
+        str | None, typer.Option(help="CUDA devices that share the cells, as 0,1,2, instead of --index.")
+    ] = None,
+    executor: Annotated[
+        Literal["local", "ray"], typer.Option(help="Where cells are timed; ray: on all free devices of a Ray cluster.")
+    ] = "local",
+    table: Annotated[
+        list[Path] | None,
+        typer.Option(help="Time this table's choices to the end too, for `gdntune judge`; may be repeated."),
+    ] = None,
+    jobs: Jobs = None,
+    timer: Timer = None,
+    l2: L2 = None,
+    bundle: Bundles = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile, check and time every variant of a config; write journal, table and report to a folder.
+
+    Several devices share the cells; a cell's variants are all timed on one. A sweep that was stopped goes on where it ended. Variants
+    that fail are counted; the exit code is 0 where a table was made, else 1.
+    """
+    import msgspec
+
+    from gdntune import search
+    from gdntune.cli.doctor import put_to_use
+    from gdntune.cli.progress import progress
+    from gdntune.device import arch
+    from gdntune.objects.store import Store
+    from gdntune.results.table import load
+
+    wanted = config_of(config, part)
+    judged = [load(path) for path in table or ()]
+    shared = indices(devices, executor)
+    found = arch.detect(device or wanted.device, shared[0] if shared else index)
+    folder = out or Path("results") / wanted.name
+    changes = {name: value for name, value in (("timer", timer), ("l2", l2)) if value is not None}
+    outcome = search.sweep(
+        wanted,
+        folder,
+        device=found,
+        index=index,
+        devices=shared,
+        executor=executor,
+        store=Store(bundles=bundle or ()),
+        jobs=jobs,
+        policy=msgspec.structs.replace(wanted.policy, **changes),
+        progress=progress(),
+        command=shlex.join(["gdntune", *sys.argv[1:]]),
+        judged=judged,
+    )
+    made, files, note = _written(folder)
+    outcome.notes.extend(note)
+    if as_json:
+        chosen = made.frame[made.frame["chosen"]]
+        print_json(
+            {
+                "config": wanted.name,
+                "device": found,
+                "folder": str(folder),
+                "files": files,
+                "table": outcome.table is not None,
+                "cells": len(wanted.problems()),
+                "chosen": len(chosen),
+                "over_floor_max": None if chosen["over_floor"].isna().all() else float(chosen["over_floor"].max()),
+                "notes": outcome.notes,
+            }
+        )
+    else:
+        _told(made, outcome.notes, folder, files)
+        if outcome.table is not None:
+            ops = sorted({rule.when.op for rule in outcome.table.rules})
+            typer.echo(f"To use the table, {put_to_use(found, folder / 'table.json', ops)}.")
+    if outcome.table is None:
+        raise typer.Exit(FINDINGS)
+
+
+@app.command()
+@refusing
+def bench(
+    config: ConfigFile,
+    part: PartNames = None,
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="Of flashinfer, fla, sglang and vllm, separated by commas; package.module: one of your own with a PEER."
+        ),
+    ] = "flashinfer,fla,sglang",
+    table: Annotated[
+        Path | None, typer.Option(help="Time this table's choices instead of those of the table in use.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Samples of each, instead of the config's search.final_rounds.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for journal, table and report; default results/NAME-bench.")
+    ] = None,
+    device: DeviceKind = None,
+    index: Index = 0,
+    jobs: Jobs = None,
+    timer: Timer = None,
+    l2: L2 = None,
+    bundle: Bundles = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time other libraries' kernels beside the tuned choice, the default and the floor; write journal and report to a folder.
+
+    A peer that is not installed, serves no such problem, fails its check or crashes is a row that says so. A bench that was stopped
+    goes on where it ended. The exit code is 0 where all cells of ours were timed, else 1.
+    """
+    import msgspec
+
+    from gdntune.cli.progress import progress
+    from gdntune.device import arch
+    from gdntune.objects.store import Store
+    from gdntune.tuning import bench
+
+    wanted = config_of(config, part)
+    found = arch.detect(device or wanted.device, index)
+    folder = out or Path("results") / f"{wanted.name}-bench"
+    changes = {name: value for name, value in (("timer", timer), ("l2", l2)) if value is not None}
+    outcome = bench.bench(
+        wanted,
+        folder,
+        peer_names=[name for part in peers.split(",") if (name := part.strip())],
+        device=found,
+        index=index,
+        store=Store(bundles=bundle or ()),
+        table=table,
+        rounds=rounds,
+        jobs=jobs,
+        policy=msgspec.structs.replace(wanted.policy, **changes),
+        progress=progress(),
+        command=shlex.join(["gdntune", *sys.argv[1:]]),
+    )
+    made, files, note = _written(folder)
+    outcome.notes.extend(note)
+    cells = len(wanted.all_problems())
+    if as_json:
+        print_json(
+            {
+                "config": wanted.name,
+                "device": found,
+                "folder": str(folder),
+                "files": files,
+                "cells": cells,
+                "timed": outcome.timed,
+                "peers": made.peers(),
+                "notes": outcome.notes,
+            }
+        )
+    else:
+        _told(made, outcome.notes, folder, files)
+    if outcome.timed < cells:
+        raise typer.Exit(FINDINGS)
+
+
+def _written(folder: Path) -> tuple["Report", list[str], list[str]]:
+    """The report of a folder, after it was written there; the names of all that is there; what could not be written, and why."""
+    from gdntune.errors import ToolMissing
+    from gdntune.objects.store import atomic_write
+    from gdntune.report.report import report
+
+    made, notes = report([folder]), []
+    atomic_write(folder / "report.md", made.markdown().encode())
+    atomic_write(folder / "report.csv", made.csv().encode())
+    try:
+        atomic_write(folder / "report.html", made.html().encode())
+    except ToolMissing as e:
+        # A page of an earlier run would be taken for this one's.
+        (folder / "report.html").unlink(missing_ok=True)
+        notes.append(f"no report.html: {e}")
+    names = ("journal.jsonl", "table.json", "report.md", "report.csv", "report.html")
+    return made, [name for name in names if (folder / name).exists()], notes
+
+
+def _told(made: "Report", notes: list[str], folder: Path, files: list[str]) -> None:
+    """Prints a report, what else a user should know, and where it is."""
+    made.terminal(terminal())
+    for note in notes:
+        typer.echo(note)
+    typer.echo(f"\n{folder}: {', '.join(files)}")
+
+
+@app.command("compile")
+@refusing
+def compile_(
+    config: ConfigFile,
+    arch: Annotated[str, typer.Option(help="sm_90a, sm_100a, ...; cpu: this CPU; native: the device at hand.")],
+    part: PartNames = None,
+    bundle: Annotated[
+        Path | None, typer.Option(help="Folder to link all objects into, for a machine without a compiler.")
+    ] = None,
+    jobs: Jobs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile every object that a sweep of a config needs, and say how many each part needs. Needs no GPU.
+
+    The exit code is 1 where one does not compile.
+    """
+    from gdntune.cli.progress import progress
+    from gdntune.objects.build import compile_objects
+    from gdntune.objects.store import Store, write_bundle
+    from gdntune.tuning.plan import plan_objects
+
+    wanted = config_of(config, part)
+    device = target_of(arch)
+    if bundle and (fault := no_folder(bundle)):
+        raise UnsupportedProblem(f"--bundle {bundle}: {fault}; choose another place")
+    objects = plan_objects(wanted, device)
+    if not objects:
+        raise UnsupportedProblem(
+            f"{wanted.name} needs no object on {device.arch}: no kernel serves its contracts there"
+        )
+    store = Store()
+    stage = progress()
+    stage.start("compile", len(objects))
+    built = compile_objects(objects, store, jobs=jobs, on_done=lambda _: stage.step())
+    stage.end()
+    failed = [b for b in built if not b.ok]
+    manifests = [b.manifest for b in built if b.manifest]
+    if bundle and manifests:
+        write_bundle(store, [m.spec for m in manifests], bundle)
+    bundle_bytes = sum(f.stat().st_size for f in bundle.iterdir()) if bundle and manifests else None
+    parts = []
+    for p in wanted.parts:
+        alone = wanted.only([p.name])
+        numbers = {"contracts": len(alone.all_contracts()), "cells": len(alone.problems())}
+        parts.append({"name": p.name, **numbers, "objects": len(plan_objects(alone, device))})
+    worst = max(manifests, key=lambda m: m.registers or 0, default=None)
+    spilling = [m for m in manifests if m.spill_bytes]
+    if as_json:
+        print_json(
+            {
+                "config": wanted.name,
+                "arch": device.arch,
+                "objects": len(built),
+                "cached": sum(b.cached for b in built),
+                "failed": [{"name": b.spec.name, "reason": b.reason} for b in failed],
+                "manifests": manifests,
+                "bundle": str(bundle) if bundle and manifests else None,
+                "bundle_bytes": bundle_bytes,
+                "parts": parts,
+            }
+        )
+    else:
+        seconds = sum(m.seconds for m, b in zip(manifests, (b for b in built if b.ok), strict=True) if not b.cached)
+        typer.echo(
+            f"{len(manifests)} of {len(built)} objects for {device.arch}: {sum(b.cached for b in built)} were there, "
+            f"the others took {seconds:.1f} s of compiling"
+        )
+        if worst and worst.registers:
+            typer.echo(
+                f"registers: {worst.registers} at most ({worst.name}); {len(spilling)} spill, "
+                f"{max((m.spill_bytes or 0 for m in spilling), default=0)} bytes at most"
+            )
+        for row in parts:
+            typer.echo("part {name}: {contracts} contracts, {cells} cells, {objects} objects".format(**row))
+        for b in failed:
+            typer.echo(f"failed: {b.spec.name}: {b.reason}", err=True)
+        typer.echo(f"bundle: {bundle}, {bundle_bytes:,} bytes" if bundle and manifests else f"store: {store.root}")
+    if failed:
+        raise typer.Exit(FINDINGS)
+
+
+@app.command()
+@refusing
+def expect(
+    configs: Annotated[
+        list[Path],
+        typer.Argument(metavar="CONFIG...", help="YAML files, or names of shipped configs: what to compile."),
+    ],
+    arch: Annotated[str, typer.Option(help="The GPU that is not here: sm_100a, sm_103a, ...")],
+    journal: Annotated[
+        list[Path], typer.Option(help="Folder or journal of a sweep or bench of a GPU that was here; may be repeated.")
+    ],
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="Others' figures to stand beside: published:flashinfer-pr-3127; may be repeated."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write to this Markdown file instead of the terminal.")] = None,
+    jobs: Jobs = None,
+) -> None:
+    """Say what to expect of a GPU that is not here: what every variant takes of it, and times by a model.
+
+    Registers, spills, shared memory and occupancy are the compiler's; times are carried over from journals of another GPU and marked as
+    expected, not measured. The exit code is 1 where a variant does not compile or spills.
+    """
+    from gdntune.cli.progress import progress
+    from gdntune.objects.build import compile_objects
+    from gdntune.objects.store import Store, atomic_write
+    from gdntune.report.expect import expectations
+    from gdntune.report.markdown import markdown
+    from gdntune.results import journal as journals
+    from gdntune.results.expect import Model
+    from gdntune.results.published import published
+    from gdntune.results.table import refuse_tables
+    from gdntune.tuning.plan import plan_objects
+    from gdntune.tuning.resources import resources
+
+    refuse_tables(journal)
+    publications = [published(name) for name in dict.fromkeys(against or ())]
+    wanted = [config_of(path) for path in configs]
+    target = target_of(arch)
+    model = Model([journals.read(path) for path in journal], target)
+    objects = [o for config in wanted for o in plan_objects(config, target)]
+    stage = progress()
+    stage.start("compile", len({spec.key for spec, _ in objects}))
+    built = compile_objects(objects, Store(), jobs=jobs, on_done=lambda _: stage.step())
+    stage.end()
+    found = resources(wanted, target, built)
+    failed = [b for b in built if not b.ok]
+    options = [("--journal", j) for j in journal] + [("--against", a) for a in against or ()]
+    if out:
+        options.append(("--out", out))
+    parts = [
+        ["gdntune", "expect", *map(str, configs), "--arch", arch],
+        *([name, str(value)] for name, value in options),
+    ]
+    page = expectations(
+        model,
+        found,
+        [b.spec.name for b in failed],
+        publications,
+        [p for config in wanted for p in config.problems()],
+        " \\\n    ".join(map(shlex.join, parts)),
+    )
+    text = markdown(page)
+    if out:
+        atomic_write(out, text.encode())
+        typer.echo(f"{len(found)} objects for {target.arch}, {len(failed)} failed: {out}")
+    else:
+        typer.echo(text)
+    for b in failed:
+        typer.echo(f"failed: {b.spec.name}: {b.reason}", err=True)
+    spilling = [r for r in found if r.spill_bytes]
+    for r in spilling:
+        typer.echo(f"spills {r.spill_bytes} bytes: {r.variant.id}, {r.contract.key()}", err=True)
+    if failed or spilling:
+        raise typer.Exit(FINDINGS)
+
+
+@app.command()
+@refusing
+def doctor(index: Index = 0, as_json: AsJson = False) -> None:
+    """Say what is here, what it means, and what to do where something lacks; the exit code is 1 where a sweep could not run."""
+    from rich.text import Text
+
+    from gdntune.cli.doctor import examine
+
+    findings = examine(index)
+    if as_json:
+        print_json(findings)
+    else:
+        console = terminal()
+        for f in findings:
+            colour = {"ok": "green", "note": "yellow", "hinders": "red"}[f.status]
+            console.print(Text.assemble((f"{f.status:8}", colour), (f"{f.name:9}", "bold"), f.value), soft_wrap=True)
+            if f.status != "ok":
+                console.print(Text(f"{'':17}for: {f.meaning}\n{'':17}do:  {f.remedy}"), soft_wrap=True)
+        bad = [f.name for f in findings if f.status == "hinders"]
+        console.print(Text(f"A sweep cannot run here: see {', '.join(bad)}." if bad else "A sweep can run here."))
+    if any(f.status == "hinders" for f in findings):
+        raise typer.Exit(FINDINGS)
+
+
+app.add_typer(cli_results.results)
+app.add_typer(cli_results.tables, name="table")

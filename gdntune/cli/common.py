@@ -1,0 +1,142 @@
+"""What the commands share: options, refusals as one message, how they print. Parsing and printing only."""
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import typer
+
+from gdntune.errors import ConfigError, GdntuneError, UnsupportedProblem
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gdntune.device.arch import Device
+    from gdntune.report.document import Document
+    from gdntune.tuning.config import Config
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FINDINGS, WRONG_USE, INTERRUPTED = 1, 2, 130
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped config such as quickstart.")
+]
+PartNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--part", help="Only this part of the config, or those of a pattern such as 'verify-*'; may be repeated."
+    ),
+]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Compiling processes; by default one a usable core.")]
+Index = Annotated[int, typer.Option(min=0, help="Which CUDA device, by torch's numbering.")]
+DeviceKind = Annotated[
+    Literal["auto", "cpu", "cuda"] | None,
+    typer.Option(help="Instead of the config's device; auto is CUDA where it is."),
+]
+Timer = Annotated[
+    Literal["auto", "cupti", "events", "cpu", "graph"] | None, typer.Option(help="Instead of the config's timer.")
+]
+L2 = Annotated[
+    Literal["cold-clean", "cold-dirty", "rotate", "warm", "chain"] | None,
+    typer.Option(help="Instead of the config's L2 policy."),
+]
+Bundles = Annotated[
+    list[Path] | None, typer.Option(help="Folder of compiled objects, from `gdntune compile`; may be repeated.")
+]
+
+
+def refusing(function: F) -> F:
+    """A command whose gdntune errors are one message on stderr and exit code 2."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except GdntuneError as e:
+            typer.echo(f"gdntune: {e}", err=True)
+            raise typer.Exit(WRONG_USE) from None
+        except OSError as e:
+            if e.filename is None:
+                raise  # a closed pipe, say: nothing that the command names
+            typer.echo(f"gdntune: {e.filename}: {e.strerror}; name a place that can be read, or written to", err=True)
+            raise typer.Exit(WRONG_USE) from None
+        except KeyboardInterrupt:
+            typer.echo("gdntune: interrupted; what was journalled stays, and the same command goes on there", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+    return call  # type: ignore[return-value]
+
+
+def indices(text: str | None, executor: str) -> tuple[int, ...]:
+    """The device numbers of `--devices`; none where it was not given."""
+    if text is None:
+        return ()
+    if executor != "local":
+        raise UnsupportedProblem(
+            f"--devices with --executor {executor}: Ray says which devices there are; leave one out"
+        )
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+        raise UnsupportedProblem(
+            f"--devices {text!r}: accepted are device numbers by torch's numbering, each once, as 0,1,2"
+        )
+    return tuple(map(int, parts))
+
+
+def config_of(path: Path, parts: list[str] | None = None) -> "Config":
+    """The config in a file, or the shipped one of a name; only the parts that are named, where some are."""
+    from gdntune import kernels, strict
+    from gdntune.tuning import config
+
+    # a name may have a dot, as qwen3.5-397b-a17b
+    if path.suffix not in (".yaml", ".yml") and not path.exists():
+        inside = Path(__file__).parent.parent / "configs"
+        folder = inside if inside.exists() else Path(__file__).parent.parent.parent / "configs"
+        shipped = {p.stem: p for p in sorted(folder.glob("*.yaml"))}
+        named = shipped.get(path.name) if path.name == str(path) else None
+        if named is None:
+            raise ConfigError(
+                f"{path}: no such file or shipped config{strict.near(path.name, shipped)}; accepted are a YAML file and "
+                f"{', '.join(shipped)}"
+            )
+        path = named
+    found = config.load(path)
+    found.check_kernels(kernels.KERNELS)
+    found.check_knobs(kernels.KERNELS)
+    return found.only(parts) if parts else found
+
+
+def target_of(name: str) -> "Device":
+    """The device to compile for."""
+    from gdntune.device import arch
+
+    if name in ("cpu", "native"):
+        return arch.detect("cpu" if name == "cpu" else "auto")
+    return arch.target(name)
+
+
+def terminal() -> "Console":
+    """Standard output; where it is no terminal, without colours and as wide as a page."""
+    from rich.console import Console
+
+    from gdntune.report.document import WIDTH
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+
+def print_page(document: "Document", *, details: bool = False) -> None:
+    """A document on standard output; where it is no terminal, its tables are as wide as what they hold."""
+    from gdntune.report.terminal import print_document
+
+    print_document(document, terminal(), details=details, folds=sys.stdout.isatty())
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output."""
+    import msgspec
+
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))

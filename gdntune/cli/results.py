@@ -1,0 +1,429 @@
+"""Commands on what a sweep left: reports, tables, and journals judged anew. No device is needed."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from gdntune.cli.common import FINDINGS, AsJson, Index, print_json, print_page, refusing, terminal
+from gdntune.errors import UnsupportedProblem, no_folder
+
+if TYPE_CHECKING:
+    from gdntune.report.report import Report
+
+tables = typer.Typer(help="Look at dispatch tables.", no_args_is_help=True)
+results = typer.Typer()
+
+
+@results.command("report")
+@refusing
+def report_(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders that `gdntune sweep` wrote, or journals.")
+    ],
+    form: Annotated[
+        Literal["md", "csv", "html", "terminal", "kernel-tuner", "flashinfer-bench"] | None,
+        typer.Option(
+            "--format",
+            help="By default what --out's name ends in, else terminal. The last two are folders: Kernel Tuner's T4 files, "
+            "flashinfer-bench's traces.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write to this file, or folder, instead of the terminal; html and folders go beside the first RUN."
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Also speed-ups over this: a peer or PEER.ENTRY, a variant's id, default, or another RUN's name.",
+        ),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="Others' figures to stand beside ours: published:flashinfer-pr-3127; may be repeated."),
+    ] = None,
+    regret: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Show the choices of `gdntune replay --regret` instead of the sweep's table."),
+    ] = None,
+) -> None:
+    """Show what sweeps found: times, share of the DRAM's peak, time over the floor, which variant was chosen.
+
+    html is one file with pictures and samples, which opens without a network. It needs matplotlib: pip install 'gdntune\\[report]'.
+    """
+    from gdntune.objects.store import atomic_write
+    from gdntune.report.report import report
+    from gdntune.results.published import published
+    from gdntune.results.table import refuse_tables
+
+    refuse_tables(runs)
+    suffix = {".md": "md", ".csv": "csv", ".html": "html"}.get(out.suffix if out else "", "terminal")
+    form = form or suffix  # type: ignore[assignment]
+    if form == "csv" and against:
+        raise UnsupportedProblem(
+            "--against with csv: accepted are md, html and the terminal; a CSV holds our measurements"
+        )
+    if form in ("kernel-tuner", "flashinfer-bench") and (against or baseline):
+        raise UnsupportedProblem(
+            f"--against or --baseline with {form}: it holds measurements as they are; leave them out"
+        )
+    made = report(runs, [published(name) for name in dict.fromkeys(against or ())], baseline, regret)
+    _refuse_empty(runs, made)
+    if form == "kernel-tuner" or form == "flashinfer-bench":
+        _export(made, form, out or _beside(runs[0], f"-{form}"))
+        return
+    if form == "terminal":
+        if out is None:
+            made.terminal(terminal(), details=True)
+            return
+        raise UnsupportedProblem(
+            f"--out {out} as terminal: accepted are files of md, csv and html; name one, or give --format"
+        )
+    if form == "html" and out is None:
+        # A page is of no use in a terminal.
+        out = runs[0] / "report.html" if runs[0].is_dir() else _beside(runs[0], ".html")
+        typer.echo(f"{out}")
+    text = made.markdown() if form == "md" else made.csv() if form == "csv" else made.html()
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        try:
+            atomic_write(out, text.encode())
+        except OSError as e:
+            raise UnsupportedProblem(f"--out {out}: cannot be written: {e.strerror or e}") from None
+
+
+def _refuse_empty(runs: list[Path], made: "Report") -> None:
+    """JournalError for a run of which there is nothing to say: no cell was tried, and nothing failed."""
+    from gdntune.errors import JournalError
+    from gdntune.results.journal import Cell, Trial
+
+    for path, source in zip(runs, made.sources, strict=True):
+        if not any(isinstance(r, (Cell, Trial)) or r.status != "ok" for r in source.records):
+            raise JournalError(
+                f"{path}: no cell was timed yet: there is nothing to report; start the same command again, and it goes on there"
+                + (f": {source.run.command}" if source.run.command else "")
+            )
+
+
+def _beside(run: Path, suffix: str) -> Path:
+    """In a run's folder, or beside a journal by its name."""
+    if run.is_dir():
+        return run / suffix.removeprefix("-")
+    return run.parent / f"{run.name.partition('.jsonl')[0]}{suffix}"
+
+
+def _export(made: "Report", form: str, folder: Path) -> None:
+    """Writes a run's files for another tool, and says where, how many, and what was left out."""
+    from gdntune.objects.store import atomic_write
+    from gdntune.results import exports
+
+    found = (exports.kernel_tuner if form == "kernel-tuner" else exports.flashinfer_bench)(made.sources)
+    try:
+        for name, data in found.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(folder / name, data)
+    except OSError as e:
+        raise UnsupportedProblem(f"--out {folder}: cannot be written: {no_folder(folder) or e.strerror or e}") from None
+    typer.echo(f"{folder}: {len(found.files)} files")
+    for note in found.notes:
+        typer.echo(note, err=True)
+
+
+@tables.command("show")
+@refusing
+def table_show(
+    path: Annotated[Path, typer.Argument(help="A table, as `gdntune sweep` writes it.")], as_json: AsJson = False
+) -> None:
+    """Print a table: where it comes from, and each rule's intervals with their evidence."""
+    from gdntune import kernels
+    from gdntune.report.tables import table_document
+    from gdntune.results import table
+
+    found = table.load(path)
+    if as_json:
+        print_json(found)
+        return
+    old = table.stale(found, kernels.fingerprints(found.device.kind))
+    print_page(table_document(found, str(path), old))
+
+
+@tables.command("validate")
+@refusing
+def table_validate(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", exists=True, dir_okay=False, help="Tables to look at.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Say whether tables can be trusted; the exit code is 1 where one cannot. A stale one is said to be, and is no fault."""
+    from gdntune import kernels
+    from gdntune.errors import TableError
+    from gdntune.results import table
+
+    results: list[dict[str, Any]] = []
+    for path in paths:
+        try:
+            found = table.load(path)
+            kernels.check_names(map(found.variant, found.variants), str(path))
+        except TableError as e:
+            results.append({"path": str(path), "fault": str(e), "stale": []})
+        else:
+            old = table.stale(found, kernels.fingerprints(found.device.kind))
+            results.append({"path": str(path), "fault": None, "stale": old})
+    if as_json:
+        print_json(results)
+    else:
+        for r in results:
+            note = f", stale: {', '.join(r['stale'])} was measured with other code" if r["stale"] else ""
+            typer.echo(r["fault"] or f"{r['path']}: valid{note}")
+    if any(r["fault"] for r in results):
+        raise typer.Exit(FINDINGS)
+
+
+@results.command()
+@refusing
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A sweep's folder, or its journal (.jsonl or .jsonl.xz).")],
+    regret: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="How much slower than a cell's best a choice may be; by default as the sweep."),
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--without-variants", help="A pattern such as '*.tv8.*'; what fits counts as never timed. May be repeated."
+        ),
+    ] = None,
+    keep_default: Annotated[
+        bool,
+        typer.Option(
+            "--keep-default", help="Of equally small tables, that which leaves the default rule's choices at ties."
+        ),
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the table to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Derive the table anew from a journal, without a device; with the sweep's settings it is the sweep's table, byte for byte."""
+    from gdntune.results import judge, table
+
+    table.refuse_tables([run])
+    found = judge.replay(run, regret=regret, without=without or (), keep_default=keep_default)
+    if out is not None:
+        table.save(found.table, out)
+    if as_json:
+        print_json(found.table)
+        return
+    typer.echo(judge.replay_words(found))
+    for note in found.notes:
+        typer.echo(note)
+    if out is not None:
+        typer.echo(f"table: {out}")
+
+
+@results.command("judge")
+@refusing
+def judge_(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="[TABLE] JOURNAL",
+            help="A table and a journal; the journal alone with --hold-out or --share, or where its sweep held cells out.",
+        ),
+    ],
+    hold_out: Annotated[
+        Literal["every-second"] | None,
+        typer.Option(help="Derive from every second work unit, judge on those between; then the other way round."),
+    ] = None,
+    share: Annotated[
+        float | None,
+        typer.Option(help="Derive from this share of the samples, by successive halving; judge on samples kept apart."),
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option(min=0, help="The largest regret that is accepted, such as 0.03; 32 ns always are.")
+    ] = None,
+    mean_limit: Annotated[float | None, typer.Option(min=0, help="The largest mean regret that is accepted.")] = None,
+    details: Annotated[bool, typer.Option("--cells", help="Print every cell.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Judge a table by another journal's samples, or a sweep's own by its held-out cells: its regret, a cell and in all. Needs no device.
+
+    Beside it stand the default rule's regret, and that of FlashInfer's thresholds applied to our variants.
+
+    The exit code is 1 where a limit is given and the regret is above it, or a cell could not be judged.
+    """
+    from gdntune.results import halving, journal, judge, table
+
+    if hold_out is not None and share is not None:
+        raise UnsupportedProblem("--hold-out with --share: give one or the other")
+    if len(paths) > (1 if hold_out is not None or share is not None else 2):
+        raise UnsupportedProblem(
+            f"{len(paths)} files: accepted are TABLE JOURNAL, JOURNAL alone with --hold-out every-second or --share 0.25, or that of a "
+            "sweep with held-out cells"
+        )
+    table.refuse_tables(paths[-1:])
+    run, records = journal.read(paths[-1])
+    if share is not None:
+        cost = halving.cost(records, run, share)
+        found, document = cost.table, halving.cost_document(cost, str(paths[-1]))
+        whole: Any = cost
+    else:
+        if hold_out:
+            found = judge.hold_out_every_second(records, run)
+        elif len(paths) == 1:
+            found = judge.held_out(records, run)
+        else:
+            found = judge.judge(table.load(paths[0]), records, run, about=str(paths[0]))
+        document = judge.judgement_document(found, str(paths[-1]))
+        whole = found
+    if as_json:
+        print_json(whole)
+    else:
+        print_page(document, details=details)
+    above = found.above(limit) if limit is not None else []
+    too_much = mean_limit is not None and (found.table.regret_mean is None or found.table.regret_mean > mean_limit)
+    if above:
+        typer.echo(f"{len(above)} cells are above the limit of {limit:.2%}, or not judged", err=True)
+    if too_much:
+        typer.echo(f"the mean regret is above the limit of {mean_limit:.2%}", err=True)
+    if above or too_much:
+        raise typer.Exit(FINDINGS)
+
+
+@results.command("compare")
+@refusing
+def compare_(
+    a: Annotated[Path, typer.Argument(metavar="A", help="The journal, or folder, to compare with.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The journal, or folder, that is judged.")],
+    variant: Annotated[
+        str, typer.Option(help="A variant's id; chosen: at each cell what the journals' tables name.")
+    ] = "chosen",
+    details: Annotated[
+        bool, typer.Option("--cells", help="Print every cell, not only those that are not SAME.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say of each cell of two journals whether B is FASTER, SLOWER, the SAME or UNCLEAR; the exit code is 1 where one is SLOWER."""
+    from gdntune.results import compare
+    from gdntune.results.table import refuse_tables
+
+    refuse_tables([a, b])
+    found = compare.compare(a, b, variant)
+    if as_json:
+        print_json(found)
+    else:
+        print_page(compare.comparison_document(found, f"{a}, {b}"), details=details)
+    if found.counts["SLOWER"]:
+        raise typer.Exit(FINDINGS)
+
+
+@tables.command("diff")
+@refusing
+def table_diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A table.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show the work units at which two tables choose otherwise; the exit code is 1 where there are any."""
+    from gdntune.results import merge, table
+
+    found = merge.diff(table.load(a), table.load(b))
+    if as_json:
+        print_json(found)
+    else:
+        print_page(merge.diff_document(found, f"{a}, {b}"))
+    if found.choices:
+        raise typer.Exit(FINDINGS)
+
+
+@tables.command("merge")
+@refusing
+def table_merge(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A table.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another, of the same device, policy and kernels.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the merged table goes.")],
+    prefer: Annotated[
+        Literal["first", "second"] | None, typer.Option(help="Whose rule counts where the two choose otherwise.")
+    ] = None,
+) -> None:
+    """Make one table of two: all rules of both; where they choose otherwise it is refused, unless --prefer says whose counts."""
+    from gdntune.results import merge, table
+
+    made = merge.merge(table.load(a), table.load(b), prefer)
+    table.save(made, out)
+    typer.echo(f"{out}: {len(made.rules)} rules, {len(made.variants)} variants")
+
+
+@results.command()
+@refusing
+def explain(
+    work_units: Annotated[int | None, typer.Option(help="B*HV; instead of --B and --HV.")] = None,
+    B: Annotated[int | None, typer.Option("--B", help="Batch size.")] = None,
+    HV: Annotated[int | None, typer.Option("--HV", help="Value heads.")] = None,
+    op: Annotated[Literal["gdn_decode", "kda_decode"], typer.Option(help="What is computed.")] = "gdn_decode",
+    tokens: Annotated[int, typer.Option(help="T, tokens a request and call.")] = 1,
+    K: Annotated[int, typer.Option("--K", help="Key head size.")] = 128,
+    V: Annotated[int, typer.Option("--V", help="Value head size.")] = 128,
+    layout: Annotated[
+        Literal["k_last", "v_last"], typer.Option(help="States as slots x HV x V x K, or slots x HV x K x V.")
+    ] = "k_last",
+    state_dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Of the state.")] = "bf16",
+    input_dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Of q, k, v and the output.")] = "bf16",
+    gate: Annotated[
+        Literal["raw", "log", "softplus", "lower_bound"] | None, typer.Option(help="By default the op's first.")
+    ] = None,
+    beta: Annotated[Literal["logit", "given"], typer.Option(help="Whether a sigmoid is applied.")] = "logit",
+    mode: Annotated[Literal["update", "frozen"], typer.Option(help="Whether the final state is written.")] = "update",
+    intermediate: Annotated[
+        Literal["none", "dense", "indexed", "slots"], typer.Option(help="Where the state after each token goes.")
+    ] = "none",
+    accepted: Annotated[bool, typer.Option("--accepted", help="With slots: num_accepted_tokens is given.")] = False,
+    pool: Annotated[bool, typer.Option(help="Whether the state is a pool of slots named by indices.")] = True,
+    ragged: Annotated[bool, typer.Option("--ragged", help="Packed rows with cu_seqlens.")] = False,
+    table_path: Annotated[
+        Path | None, typer.Option("--table", help="Ask this table instead of the one in use.")
+    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Whose table.")] = "auto",
+    index: Index = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Say which variant the runtime calls for a contract at some work units, and why."""
+    from gdntune.problem import GATES, Contract, check_contract
+    from gdntune.runtime.explain import explanation
+
+    if work_units is None:
+        if B is None or HV is None:
+            raise UnsupportedProblem("work units are not given: accepted are --work-units N, or --B and --HV")
+        work_units = B * HV
+    elif B is not None or HV is not None:
+        raise UnsupportedProblem("--work-units with --B or --HV: give one or the other, work units are B*HV")
+    contract = Contract(
+        op=op,
+        tokens=tokens,
+        K=K,
+        V=V,
+        layout=layout,
+        state_dtype=state_dtype,
+        input_dtype=input_dtype,
+        gate=gate or GATES[op][0],  # type: ignore[arg-type]
+        beta=beta,
+        mode=mode,
+        intermediate=intermediate,
+        accepted=accepted,
+        pool=pool,
+        ragged=ragged,
+    )
+    said = explanation(check_contract(contract), work_units, table_path, device, index)
+    if as_json:
+        print_json(said)
+        return
+    typer.echo(f"{said['contract']}, {work_units} work units, on {said['device']}")
+    typer.echo(f"  table:   {said['table'] or 'none'}{said['origin'] and ' (' + said['origin'] + ')'}")
+    typer.echo(f"  variant: {said['variant'] or 'none'}")
+    typer.echo(f"  why:     {said['reason']}")
+    for warning in said["warnings"]:
+        typer.echo(f"  note:    {warning}")

@@ -1,0 +1,1 @@
+"""What a GPU or CPU is, and how its time is read."""

@@ -1,0 +1,1 @@
+"""Compiled objects: compile, keep, load."""

@@ -1,0 +1,325 @@
+"""Compiled objects on disk: a content-keyed store, and bundles (many objects in one library) that load without a compiler.
+
+An object is keyed by what it was compiled from: kernel, facts, knobs, architecture, the kernel's fingerprint and the toolchain.
+Loading checks architecture, versions and sha256, since nothing below does: a wrong object would fail at its first launch.
+"""
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from filelock import FileLock
+
+from gdntune.device.arch import Device
+from gdntune.errors import BuildError, ToolMissing
+from gdntune.kernels.fingerprint import fingerprint
+from gdntune.kernels.spec import Kernel, Variant
+from gdntune.problem import Contract
+
+# What compiled objects are made with; another version is a change of its own (traps differ), so it is part of every key.
+CUTE_DSL_VERSION = "4.8.1"
+BUNDLE_SCHEMA = "gdntune.bundle/1"
+
+
+class ObjectSpec(msgspec.Struct, frozen=True):
+    """What one object is compiled from."""
+
+    kernel: str
+    device: str
+    facts: dict[str, Any]
+    knobs: dict[str, Any]
+    arch: str
+    fingerprint: str
+    toolchain: str
+    label: str = ""
+
+    @property
+    def key(self) -> str:
+        """sha256 of everything that decides the object's bytes."""
+        fields = {f: getattr(self, f) for f in self.__struct_fields__ if f != "label"}
+        return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """The function's name, also in profilers."""
+        return f"gdntune_{self.label.replace('.', '_') or self.kernel}_{self.key[:12]}"
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What is known of one compiled object."""
+
+    spec: ObjectSpec
+    name: str
+    sha256: str
+    seconds: float
+    registers: int | None = None
+    spill_bytes: int | None = None
+    shared_bytes: int | None = None
+
+
+class Bundle(msgspec.Struct, frozen=True):
+    """The manifest of a bundle: one library, its objects and what they need."""
+
+    schema: str
+    arch: str
+    library: str
+    sha256: str
+    objects: dict[str, Manifest]
+
+
+def toolchain(device: str) -> str:
+    """The compiler whose objects are asked for: the pinned CuTe DSL, or the g++ that is here."""
+    if device == "cuda":
+        return f"nvidia-cutlass-dsl {CUTE_DSL_VERSION}"
+    path = shutil.which(os.environ.get("CXX", "g++"))
+    if path is None:
+        return "g++ (none)"
+    return subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.splitlines()[0]
+
+
+_TOOLCHAINS: dict[str, str] = {}
+
+
+def object_spec(
+    kernel: Kernel, contract: Contract, variant: Variant, device: Device, *, label: str | None = None
+) -> ObjectSpec:
+    """The object that serves a contract with a variant on a device.
+
+    label: a name for profilers other than the variant's; such an object is one of its own, so that no other shows under that name.
+    """
+    if kernel.device not in _TOOLCHAINS:
+        _TOOLCHAINS[kernel.device] = toolchain(kernel.device)
+    return ObjectSpec(
+        kernel=kernel.name,
+        device=kernel.device,
+        facts={**kernel.facts(contract), **({} if label is None else {"label": label})},
+        knobs=dict(variant.knobs),
+        arch=device.arch,
+        fingerprint=fingerprint(kernel.sources),
+        toolchain=_TOOLCHAINS[kernel.device],
+        label=variant.id if label is None else label,
+    )
+
+
+def default_root() -> Path:
+    """Where objects are kept: GDNTUNE_CACHE_DIR, else the user's cache folder."""
+    import platformdirs
+
+    return Path(os.environ.get("GDNTUNE_CACHE_DIR") or platformdirs.user_cache_dir("gdntune")) / "objects"
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file, as manifests hold it."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as f:
+            f.write(data)
+        # mkstemp makes a file for its owner alone
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+class Store:
+    """Objects and bundles on disk, and the functions loaded from them in this process."""
+
+    def __init__(self, root: Path | None = None, bundles: Iterable[Path] = ()):
+        self.root = Path(root) if root else default_root()
+        self.bundles = [(Path(b), read_bundle(Path(b))) for b in bundles]
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._modules: list[Any] = []
+
+    def folder(self, key: str) -> Path:
+        return self.root / key[:2] / key
+
+    def find(self, spec: ObjectSpec) -> Manifest | None:
+        """The manifest of an object that is here, in a bundle or the store."""
+        for _, bundle in self.bundles:
+            if spec.key in bundle.objects:
+                return bundle.objects[spec.key]
+        path = self.folder(spec.key) / "manifest.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    @contextmanager
+    def lock(self, spec: ObjectSpec) -> Iterator[None]:
+        """Held while an object is compiled, so that two processes do not compile it twice."""
+        folder = self.folder(spec.key).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f".{spec.key}.lock"):
+            yield
+
+    def put(self, manifest: Manifest, object_file: Path) -> None:
+        """Adds an object; the manifest comes last, so that what has one is whole."""
+        folder = self.folder(manifest.spec.key)
+        atomic_write(folder / "object.o", object_file.read_bytes())
+        atomic_write(folder / "manifest.json", msgspec.json.encode(manifest))
+
+    def object_file(self, key: str) -> Path:
+        return self.folder(key) / "object.o"
+
+    def load(self, specs: Iterable[ObjectSpec]) -> dict[str, Callable[..., Any]]:
+        """The functions of objects that are here, by key; those of the store are linked into one library first."""
+        wanted = {s.key: s for s in specs}
+        loose: dict[str, Manifest] = {}
+        for key, spec in wanted.items():
+            if key in self._functions:
+                continue
+            manifest = self.find(spec)
+            if manifest is None:
+                raise BuildError(
+                    f"object {spec.name} ({key[:12]}) is neither in {self.root} nor in a bundle: compile it first"
+                )
+            if not self._from_bundle(key):
+                loose[key] = manifest
+        if loose:
+            self._load_loose(loose)
+        return {key: self._functions[key] for key in wanted}
+
+    def _from_bundle(self, key: str) -> bool:
+        for path, bundle in self.bundles:
+            if key in bundle.objects:
+                library = path / bundle.library
+                if file_sha256(library) != bundle.sha256:
+                    raise BuildError(
+                        f"{library} is not the library that {path / 'bundle.json'} names (sha256 differs): make the bundle anew"
+                    )
+                module = self._module(library, bundle.objects[key].spec.device)
+                for k, m in bundle.objects.items():
+                    self._functions.setdefault(k, module[m.name])
+                return True
+        return False
+
+    def _load_loose(self, manifests: dict[str, Manifest]) -> None:
+        for key, m in manifests.items():
+            if file_sha256(self.object_file(key)) != m.sha256:
+                raise BuildError(
+                    f"{self.object_file(key)} is damaged (sha256 differs): remove its folder and compile again"
+                )
+        digest = hashlib.sha256("".join(sorted(manifests)).encode()).hexdigest()
+        device = next(iter(manifests.values())).spec.device
+        library = self.root / "linked" / f"{digest[:24]}.so"
+        if not library.exists():
+            link([self.object_file(k) for k in sorted(manifests)], library, device)
+        module = self._module(library, device)
+        for key, m in manifests.items():
+            self._functions[key] = module[m.name]
+
+    def _module(self, library: Path, device: str) -> Any:
+        import tvm_ffi
+
+        if device == "cuda":
+            preload_cute_runtime()
+        module = tvm_ffi.load_module(str(library))
+        self._modules.append(module)
+        return module
+
+
+def link(objects: list[Path], library: Path, device: str) -> None:
+    """Links objects into one shared library, atomically."""
+    compiler = shutil.which("g++" if device == "cpu" else "gcc") or shutil.which("g++")
+    if compiler is None:
+        raise ToolMissing(
+            "no gcc or g++ to link compiled kernels: install one (apt install g++), or load a bundle made elsewhere"
+        )
+    library.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=library.parent, suffix=".so")
+    os.close(handle)
+    # a file of arguments: hundreds of paths would pass the limit of a command line
+    arguments = Path(temporary).with_suffix(".args")
+    arguments.write_text("\n".join(str(o) for o in objects))
+    openmp = ["-fopenmp"] if device == "cpu" else []
+    done = subprocess.run(
+        [compiler, "-shared", *openmp, "-o", temporary, f"@{arguments}"], capture_output=True, text=True, check=False
+    )
+    arguments.unlink()
+    if done.returncode:
+        os.unlink(temporary)
+        raise BuildError(f"linking {len(objects)} objects failed:\n{done.stderr[-2000:]}")
+    os.chmod(temporary, 0o755)
+    os.replace(temporary, library)
+
+
+def write_bundle(store: Store, specs: Iterable[ObjectSpec], folder: Path) -> Bundle:
+    """Links objects of the store into folder/libgdntune.so with folder/bundle.json."""
+    manifests = {}
+    for spec in specs:
+        manifest = store.find(spec)
+        if manifest is None:
+            raise BuildError(f"object {spec.name} is not in {store.root}: compile it first")
+        manifests[spec.key] = manifest
+    if not manifests:
+        raise BuildError("a bundle of no objects: nothing was compiled")
+    archs = {(m.spec.device, m.spec.arch) for m in manifests.values()}
+    if len(archs) > 1:
+        raise BuildError(f"a bundle holds one architecture, these are {sorted(archs)}")
+    library = folder / "libgdntune.so"
+    link([store.object_file(k) for k in sorted(manifests)], library, next(iter(archs))[0])
+    bundle = Bundle(
+        BUNDLE_SCHEMA, next(iter(archs))[1], library.name, file_sha256(library), dict(sorted(manifests.items()))
+    )
+    atomic_write(folder / "bundle.json", msgspec.json.format(msgspec.json.encode(bundle), indent=1))
+    return bundle
+
+
+def read_bundle(folder: Path) -> Bundle:
+    """A bundle's manifest; BuildError says what is wrong with it."""
+    path = folder / "bundle.json"
+    try:
+        bundle = msgspec.json.decode(path.read_bytes(), type=Bundle)
+    except FileNotFoundError:
+        raise BuildError(
+            f"{path} does not exist: `gdntune compile CONFIG --arch ARCH --bundle {folder}` makes it"
+        ) from None
+    except msgspec.DecodeError as e:
+        raise BuildError(f"{path} is not a bundle's manifest: {e}") from None
+    if bundle.schema != BUNDLE_SCHEMA:
+        raise BuildError(f"{path}: schema {bundle.schema!r}, accepted is {BUNDLE_SCHEMA!r}: make the bundle anew")
+    return bundle
+
+
+def _cute_runtime() -> Path | None:
+    name = "libcute_dsl_runtime.so"
+    found = importlib.util.find_spec("nvidia_cutlass_dsl")
+    roots = list(found.submodule_search_locations or []) if found else []
+    roots += [os.path.join(p, "nvidia_cutlass_dsl") for p in sys.path]
+    folders = [Path(r) / "cu13" / "lib" for r in roots] + [
+        Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p
+    ]
+    return next((f / name for f in folders if (f / name).exists()), None)
+
+
+_PRELOADED: list[Any] = []
+
+
+def preload_cute_runtime() -> None:
+    """Loads the library that compiled CUDA objects call; ToolMissing where it is not installed."""
+    if _PRELOADED:
+        return
+    path = _cute_runtime()
+    if path is None:
+        raise ToolMissing(
+            "libcute_dsl_runtime.so is not here, and compiled CUDA kernels call it: pip install 'nvidia-cutlass-dsl[cu13]' "
+            "or put its folder on LD_LIBRARY_PATH"
+        )
+    _PRELOADED.append(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))

@@ -1,0 +1,288 @@
+"""A contract's pictures and samples: from a run's frame and trials to what the page of a report shows beside its tables."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gdntune.problem import Contract, Problem
+from gdntune.report import figures, peers
+from gdntune.report.figures import Band, Line, Tile
+from gdntune.report.words import cell_words, geometric_mean, number, ratio, size_names
+from gdntune.results.baseline import Baseline
+from gdntune.results.journal import Trial
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from gdntune.results.table import Table
+
+_DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+
+
+class Fact(NamedTuple):
+    """A number at the top of the page, with what it is."""
+
+    value: str
+    what: str
+
+
+class Picture(NamedTuple):
+    """A picture under its caption, above its legend. wide: takes the page's width."""
+
+    caption: str
+    svg: str
+    wide: bool = False
+    legend: tuple[str, ...] = ()
+
+
+class Panel(NamedTuple):
+    """What a section of a report shows beside its tables. samples: what the page's script draws; None where there are none."""
+
+    pictures: tuple[Picture, ...]
+    samples: dict[str, Any] | None = None
+
+
+def panel(
+    title: str,
+    frame: "pd.DataFrame",
+    trials: Sequence[tuple[Problem, Trial]],
+    table: "Table | None",
+    letters: Mapping[str, str],
+    default: Callable[[Problem], str | None],
+    baseline: Baseline | None = None,
+) -> Panel:
+    """The panel of a contract but for T, in one run. frame, trials: that run's rows and counted trials of it."""
+    chosen = frame[frame["chosen"]].sort_values(["tokens", "work_units", "B"])
+    if not len(chosen):
+        return Panel(())
+    rivals = peers.rivals(frame)
+    pictures = [
+        *_maps(title, chosen, rivals, letters, baseline),
+        _times(title, chosen, _defaults(frame, trials, default), rivals),
+    ]
+    if table is not None:
+        pictures.append(_winners(title, chosen, table, letters))
+    return Panel(tuple(pictures), _samples(frame, trials, default))
+
+
+# -- pictures
+
+
+def _maps(
+    title: str,
+    chosen: "pd.DataFrame",
+    rivals: "pd.DataFrame",
+    letters: Mapping[str, str],
+    baseline: Baseline | None,
+) -> Iterable[Picture]:
+    tokens = sorted(set(chosen["tokens"]))
+    rows = sorted({_size(c) for _, c in chosen.iterrows()})
+    sizes = size_names([(B, HV, H) for _, B, HV, H in rows])
+    names = [f"{w} ({size})" for (w, *_), size in zip(rows, sizes, strict=True)]
+
+    def tiles(values: Callable[[Any], float], show: Callable[[float], str]) -> list[Tile]:
+        found = []
+        for _, c in chosen.iterrows():
+            value = values(c)
+            if math.isnan(value):
+                continue
+            column, row = tokens.index(c["tokens"]), rows.index(_size(c))
+            said = f"{cell_words(c)}: {number(c['median_us'])} us, {letters.get(c['variant'], '')} {c['variant']}"
+            found.append(Tile(column, row, _key(c), value, show(value), said))
+        return found
+
+    headers = [f"T={t}" for t in tokens]
+    shares = tiles(lambda c: c["sol"], lambda v: f"{100 * v:.0f}")
+    if shares:
+        caption = "Share of the DRAM's peak, %, over work units (B x HV) and T"
+        yield Picture(caption, figures.share_map(f"{title}: {caption}", headers, names, shares))
+    gains = tiles(lambda c: c["speedup_over_default"], ratio)
+    if gains:
+        caption = "Speed-up over the default rule (blue: faster)"
+        yield Picture(caption, figures.gain_map(f"{title}: {caption}", headers, names, gains))
+    for kernel in peers.names(rivals):
+        theirs = {_key(r): r["chosen_speedup"] for _, r in rivals[rivals["kernel"] == kernel].iterrows()}
+        beside = tiles(lambda c, theirs=theirs: theirs.get(_key(c), math.nan), ratio)  # type: ignore[misc]
+        caption = f"Speed-up over {kernel.removeprefix(peers.PREFIX)} (blue: ours is faster)"
+        yield Picture(caption, figures.gain_map(f"{title}: {caption}", headers, names, beside))
+    if baseline is not None and not baseline.shown:
+        over = tiles(lambda c: c["speedup_over_baseline"], ratio)
+        if over:
+            caption = f"Speed-up over {baseline.label} (blue: ours is faster)"
+            yield Picture(caption, figures.gain_map(f"{title}: {caption}", headers, names, over))
+
+
+def _defaults(
+    frame: "pd.DataFrame", trials: Sequence[tuple[Problem, Trial]], default: Callable[[Problem], str | None]
+) -> "pd.DataFrame":
+    """The default rule's rows: their medians stand beside those of the choices, where `default_mean_us` are means."""
+    ids = {_key_of(p): default(p) for p, _ in trials}
+    wanted = [r["role"] == "decode" and r["variant"] == ids.get(_key(r)) for _, r in frame.iterrows()]
+    return frame[wanted]
+
+
+def _times(title: str, chosen: "pd.DataFrame", defaults: "pd.DataFrame", rivals: "pd.DataFrame") -> Picture:
+    panels: dict[str, list[Line]] = {}
+    kernels = peers.names(rivals)
+    for t in sorted(set(chosen["tokens"])):
+        mine = chosen[chosen["tokens"] == t]
+        lines = [_line("chosen variant", mine, "median_us", 0)]
+        usual = defaults[defaults["tokens"] == t]
+        if usual["median_us"].notna().any():
+            lines.append(_line("default rule", usual, "median_us", 1, dashed=True))
+        if mine["floor_us"].notna().any():
+            lines.append(_line("floor: moves the same state bytes", mine, "floor_us", None, dashed=True))
+        for i, kernel in enumerate(kernels):
+            theirs = rivals[(rivals["tokens"] == t) & (rivals["kernel"] == kernel)]
+            if len(theirs):
+                lines.append(_line(kernel.removeprefix(peers.PREFIX), theirs, "median_us", 2 + i))
+        panels[f"T={t}"] = lines
+    caption = "Time against work units, us"
+    return Picture(caption, figures.curves(f"{title}: {caption}", panels, "work units, B x HV", "us"), wide=True)
+
+
+def _line(label: str, rows: "pd.DataFrame", column: str, colour: int | None, *, dashed: bool = False) -> Line:
+    rows = rows[rows[column].notna()].sort_values(["work_units", "B"])
+    return Line(label, tuple(map(float, rows["work_units"])), tuple(map(float, rows[column])), colour, dashed)
+
+
+def _winners(title: str, chosen: "pd.DataFrame", table: "Table", letters: Mapping[str, str]) -> Picture:
+    tokens = sorted(set(chosen["tokens"]))
+    contracts = {tuple(c[name] for name in Contract.__struct_fields__): c["tokens"] for _, c in chosen.iterrows()}
+    bands: list[Band] = []
+    order: dict[str, int] = {}
+    for rule in sorted(table.rules, key=lambda r: r.when):
+        t = contracts.get(tuple(getattr(rule.when, name) for name in Contract.__struct_fields__))
+        for i in rule.intervals if t is not None else ():
+            end = None if i.last is None else i.last + 1
+            span = f"from {i.first} on" if i.last is None else f"from {i.first} to {i.last}"
+            letter = letters.get(i.variant, "")
+            area = order.setdefault(i.variant, len(order))
+            bands.append(Band(tokens.index(t), i.first, end, letter, area, f"T={t}, {span}: {letter} {i.variant}"))
+    measured = {
+        i: [float(w) for w in sorted(set(chosen[chosen["tokens"] == t]["work_units"]))] for i, t in enumerate(tokens)
+    }
+    caption = (
+        "Which variant is called at which work units (letters as in the tables; numbers: where an interval begins, "
+        "if there is room; dots: measured)"
+    )
+    svg = figures.winner_map(f"{title}: winners", [f"T={t}" for t in tokens], bands, measured, "work units, B x HV")
+    legend = sorted(((letters.get(name, ""), name) for name in order), key=lambda pair: (len(pair[0]), pair))
+    return Picture(caption, svg, wide=True, legend=tuple(f"{letter}: `{name}`" for letter, name in legend))
+
+
+def _key(row: Any) -> str:
+    """A cell's name in the page: T:B:HV:H."""
+    return f"{row['tokens']}:{row['B']}:{row['HV']}:{row['H']}"
+
+
+def _key_of(problem: Problem) -> str:
+    return f"{problem.contract.tokens}:{problem.B}:{problem.HV}:{problem.H}"
+
+
+def _size(row: Any) -> tuple[int, int, int, int]:
+    """A cell but for T, in the order of a map's rows: work units, B, HV, H."""
+    return row["work_units"], row["B"], row["HV"], row["H"]
+
+
+# -- samples
+
+
+def _samples(
+    frame: "pd.DataFrame", trials: Iterable[tuple[Problem, Trial]], default: Callable[[Problem], str | None]
+) -> dict[str, Any]:
+    """By cell, the final samples of each implementation: [index of its name, role, mark, verified, packed samples]."""
+    known = {
+        (_key(r), r["variant"]): r for _, r in frame[(frame["stage"] == "final") & (frame["status"] == "ok")].iterrows()
+    }
+    names: dict[str, int] = {}
+    cells: dict[str, list[Any]] = {}
+    units: dict[str, int] = {}
+    for problem, trial in trials:
+        key = _key_of(problem)
+        row = known.get((key, trial.variant.id))
+        if row is None or trial.stage != "final":
+            continue
+        marks = [
+            w for w, is_so in (("chosen", row["chosen"]), ("default", trial.variant.id == default(problem))) if is_so
+        ]
+        index = names.setdefault(trial.variant.id, len(names))
+        rows = cells.setdefault(key, [])
+        rows.append([index, trial.role, marks, row["verified"], *packed(trial.samples_us), float(row["mean_us"])])
+        units[key] = problem.work_units
+    for rows in cells.values():
+        # The choice first, then the others from fast to slow, floors and peers last.
+        rows.sort(key=lambda r: ("decode peer floor".split().index(r[1]), "chosen" not in r[2], r[-1]))
+        for r in rows:
+            r.pop()
+    chosen = frame[frame["chosen"] & frame["over_floor"].notna()]
+    worst = _key(chosen.loc[chosen["over_floor"].idxmax()]) if len(chosen) else next(iter(cells), "")
+    return {"names": list(names), "cells": cells, "units": units, "first": worst}
+
+
+def packed(samples_us: Iterable[float]) -> tuple[int, str]:
+    """Samples in a few characters: their step in ns, and, in steps, from each value to the next with how often it comes again.
+
+    Each number is written in base 64, five bits a digit, the lowest first; a digit's sixth bit says that more follow.
+    """
+    ns = sorted(round(1000 * us) for us in samples_us)
+    step = math.gcd(*ns) or 1
+    text, at = [], 0
+    for value in sorted(set(ns)):
+        text += [_number((value - at) // step), _number(ns.count(value) - 1)]
+        at = value
+    return step, "".join(text)
+
+
+def _number(value: int) -> str:
+    digits = ""
+    while value > 31:
+        digits += _DIGITS[32 | value & 31]
+        value >>= 5
+    return digits + _DIGITS[value]
+
+
+# -- numbers
+
+
+def facts(
+    name: str, frame: "pd.DataFrame", cells: int, checks: Mapping[str, int], references: Iterable[Mapping[str, Any]]
+) -> Iterable[Fact]:
+    """A run's numbers for the top of the page. name: said with each where there are several runs, else empty.
+
+    cells: how many were asked for. checks: how many of each status. references: what `peers.compared` gives.
+    """
+    suffix = f", {name}" if name else ""
+    chosen = frame[frame["chosen"]]
+    failed = sum(n for status, n in checks.items() if status != "ok")
+    yield Fact(f"{len(chosen)} of {cells}", f"cells have a time of the variant chosen for them{suffix}")
+    yield Fact(
+        f"{int((chosen['verified'] == 'ok').sum())} of {len(chosen)}",
+        f"choices agreed with the fp64 reference; {checks.get('ok', 0)} checks passed, {failed} failed{suffix}",
+    )
+    share = chosen["sol"].dropna()
+    # What the cache assists, or a launch's cost bounds, says little of the memory.
+    bound = share[chosen["bound"] == "DRAM-bound"]
+    if len(bound):
+        said = f"of the DRAM's peak in the median of {len(bound)} DRAM-bound cells, {bound.max():.0%} at most{suffix}"
+        yield Fact(f"{bound.median():.0%}", said)
+    elif len(share):
+        yield Fact(f"{share.median():.0%}", f"of the DRAM's peak in the median; no cell is DRAM-bound{suffix}")
+    over = chosen["over_floor"].dropna()
+    if len(over):
+        yield Fact(
+            f"{geometric_mean(over):.2f} x",
+            f"the floor's time in the geometric mean, {over.max():.2f} at worst{suffix}",
+        )
+    gain = chosen["speedup_over_default"].dropna()
+    if len(gain):
+        yield Fact(
+            f"{geometric_mean(gain):.2f} x",
+            f"as fast as the default rule in the geometric mean, {gain.min():.2f} at worst{suffix}",
+        )
+    for found in references:
+        if found["cells"]:
+            yield Fact(
+                f"{found['geometric_mean']:.2f} x",
+                f"as fast as {found['peer']} in the geometric mean of {found['cells']} cells, {found['worst']:.2f} at worst{suffix}",
+            )

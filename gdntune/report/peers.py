@@ -1,0 +1,198 @@
+"""What a report says of peers: how much faster our choice is than each, where least, which have no times and why."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gdntune.problem import Contract
+from gdntune.report.document import Block, Bullets, Grid, Text
+from gdntune.report.words import cell_words, geometric_mean, ratio
+from gdntune.results.derive import passes
+from gdntune.results.journal import Check, Record, Trial
+from gdntune.timing import tie
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PREFIX = "peer:"
+# What became of a peer where it has no time; else the status of the entry that was called.
+NOT_INSTALLED, NOT_SERVED = "not installed", "not served"
+READING = (
+    "Peers are other libraries' functions, called on the same tensors within the same measurement. Each was first compared with "
+    "the reference at the cell's own sizes, by the relative norm of a few requests' outputs and states: 0.01 is accepted of 16-bit "
+    "values, 0.002 of fp32, more where an entry says so. A call of several kernels counts from the first one's start to the last "
+    "one's end. Where a peer has several functions for a cell, its fastest counts. Speed-ups are of medians; `behind` are the cells where "
+    "our mean is the larger one by more than a tie, the larger of 1% and 32 ns."
+)
+
+
+def is_theirs(record: Record) -> bool:
+    """Whether a record is a peer's timing, or its check."""
+    name = record.variant if isinstance(record, Check) else getattr(getattr(record, "variant", None), "kernel", "")
+    return name.startswith(PREFIX)
+
+
+def fate(trial: Trial) -> str:
+    """Why a peer has no time: it is not installed, does not serve the problem, or an entry failed, crashed or hung (timeout)."""
+    if trial.variant.id != trial.variant.kernel:
+        return trial.status
+    # No entry of it was called: the bench says of the whole peer why.
+    return NOT_INSTALLED if trial.reason.startswith(NOT_INSTALLED) else NOT_SERVED
+
+
+def _trials(records: list[Record]) -> list[Trial]:
+    """The peers' trials that count, so none of a cell that was done again since."""
+    return [r for trials in passes(records, failed=True).values() for r in trials if r.role == "peer"]
+
+
+def _reason(trial: Trial) -> str:
+    """The reason without what `fate` says."""
+    return " ".join(trial.reason.removeprefix(f"{NOT_INSTALLED}: ").split()) or trial.status
+
+
+def _untimed(kernel: str, trials: list[Trial]) -> Counter[str]:
+    """The cells at which a peer has no time, by its fate."""
+    mine = [r for r in trials if r.variant.kernel == kernel]
+    timed = {r.problem for r in mine if r.status == "ok"}
+    return Counter({r.problem: fate(r) for r in mine if r.problem not in timed}.values())
+
+
+def rivals(frame: "pd.DataFrame") -> "pd.DataFrame":
+    """The fastest timed entry of each peer at each cell, beside a choice of ours; `behind`: ours is slower, by means beyond a tie."""
+    timed = frame[(frame["role"] == "peer") & (frame["status"] == "ok") & frame["chosen_speedup"].notna()]
+    place = ["run", *Contract.__struct_fields__, "B", "H", "HV"]
+    best = timed.sort_values([*place, "kernel", "median_us", "variant"]).drop_duplicates([*place, "kernel"])
+    ours = frame.loc[frame["chosen"], [*place, "mean_us"]].rename(columns={"mean_us": "chosen_us"})
+    best = best.merge(ours, on=place, how="left")
+    pairs = zip(best["chosen_us"], best["mean_us"], strict=True)
+    return best.assign(behind=[mine > theirs and not tie(mine, theirs) for mine, theirs in pairs])
+
+
+def names(frame: "pd.DataFrame") -> list[str]:
+    """The peers in a frame, by their kernels' names."""
+    return sorted(set(frame["kernel"]))
+
+
+def label(kernel: str, records: list[Record]) -> str:
+    """A peer's name with the version that was timed."""
+    for r in records:
+        if isinstance(r, Trial) and r.variant.kernel == kernel and r.status == "ok":
+            return f"{kernel.removeprefix(PREFIX)} {r.variant.knobs.get('version', '')}".strip()
+    return kernel.removeprefix(PREFIX)
+
+
+def compared(frame: "pd.DataFrame", records: list[Record]) -> Iterator[dict[str, Any]]:
+    """For each peer that was asked for: over how many cells, the geometric mean, the worst cell, and reasons for the others.
+
+    slower: cells where our median is the larger one; behind: where our mean is, beyond a tie. untimed: cells without a time of it, by
+    `fate`. without_times: reasons, by how often an entry, or the whole peer, had them.
+    """
+    best = rivals(frame)
+    trials = _trials(records)
+    for kernel in sorted({r.variant.kernel for r in trials}):
+        mine = best[best["kernel"] == kernel]
+        slowest = mine.loc[mine["chosen_speedup"].idxmin()] if len(mine) else None
+        reasons = Counter(
+            f"{r.variant.id.removeprefix(PREFIX)}: {fate(r)}: {_reason(r)}"
+            for r in trials
+            if r.variant.kernel == kernel and r.status != "ok"
+        )
+        yield {
+            "peer": label(kernel, records),
+            "cells": len(mine),
+            "geometric_mean": geometric_mean(mine["chosen_speedup"]) if len(mine) else None,
+            "worst": None if slowest is None else float(slowest["chosen_speedup"]),
+            "worst_cell": None if slowest is None else cell_words(slowest),
+            "slower": int((mine["chosen_speedup"] < 1).sum()),
+            "behind": int(mine["behind"].sum()),
+            "untimed": dict(_untimed(kernel, trials)),
+            "without_times": dict(reasons),
+        }
+
+
+def lines(frame: "pd.DataFrame", records: list[Record]) -> Iterator[str]:
+    """One line a peer for the summary: the geometric mean, the worst cell, and why it has no time at the others."""
+    for found in compared(frame, records):
+        said = []
+        if found["cells"]:
+            said.append(
+                f"{found['geometric_mean']:.3f} times as fast in the geometric mean of {found['cells']} cells, {found['worst']:.3f} at "
+                f"worst ({found['worst_cell']}); slower at {found['slower']}, at {found['behind']} "
+                f"beyond a tie"
+            )
+        if untimed := found["untimed"]:
+            said.append("it " + ", ".join(_FATES[name].format(n) for name, n in sorted(untimed.items())))
+        yield f"Against {found['peer']}: {'; '.join(said) or 'no cell has a time of both'}."
+
+
+_FATES = {
+    NOT_INSTALLED: "is not installed ({} cells)",
+    NOT_SERVED: "does not serve {} cells",
+    "failed": "failed at {}",
+    "crashed": "crashed at {}",
+    "timeout": "timed out at {}",
+}
+
+
+def blocks(frame: "pd.DataFrame", records: list[Record]) -> Iterator[Block]:
+    """The peers' own section: by kind of contract, those without times, and how each was called."""
+    best = rivals(frame)
+    if len(best):
+        yield Grid("Our choice against each peer", _HEADERS, tuple(_groups(best)), left=2)
+    lost = [r for r in _trials(records) if r.status != "ok"]
+    if lost:
+        yield from _lost(lost)
+    forms = {
+        r.variant.id: f"`{r.variant.id.removeprefix(PREFIX)}` {r.variant.knobs.get('version', '')}: {r.variant.knobs['form']}."
+        for r in records
+        if isinstance(r, Trial) and r.role == "peer" and r.status == "ok" and "form" in r.variant.knobs
+    }
+    if forms:
+        yield Text("How they were called:")
+        yield Bullets(tuple(forms[name] for name in sorted(forms)))
+
+
+_HEADERS = ("peer", "contract", "cells", "geomean", "worst", "at T, B x HV", "behind")
+
+
+def _kind(row: Any) -> str:
+    """The contract of a row in few letters, with T as 1 or more."""
+    unusual = ((row["mode"], "update"), (row["intermediate"], "none"), (row["layout"], "k_last"))
+    tokens = "T=1" if row["tokens"] == 1 else "T>1"
+    op = row["op"].removesuffix("_decode")
+    words = [op, row["state_dtype"], tokens, *(value for value, usual in unusual if value != usual)]
+    return " ".join([*words, *([] if row["pool"] else ["in order"])])
+
+
+def _groups(best: "pd.DataFrame") -> Iterator[tuple[str, ...]]:
+    for kernel in names(best):
+        groups: dict[str, list[Any]] = {}
+        for _, row in best[best["kernel"] == kernel].iterrows():
+            groups.setdefault(_kind(row), []).append(row)
+        for kind, rows in groups.items():
+            worst = min(rows, key=lambda row: row["chosen_speedup"])
+            yield (
+                kernel.removeprefix(PREFIX),
+                kind,
+                str(len(rows)),
+                ratio(geometric_mean(row["chosen_speedup"] for row in rows)),
+                ratio(worst["chosen_speedup"]),
+                f"T={worst['tokens']}, {worst['B']} x {worst['HV']}",
+                str(sum(row["behind"] for row in rows)),
+            )
+
+
+def _lost(lost: list[Trial]) -> Iterator[Block]:
+    """A row for each peer and reason; reasons that differ in numbers alone are one, with the first's numbers."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    example: dict[tuple[str, str, str], str] = {}
+    for r in lost:
+        reason = _reason(r)
+        key = (r.variant.id.removeprefix(PREFIX), fate(r), re.sub(r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#", reason)[:200])
+        counts[key] += 1
+        example.setdefault(key, reason)
+    ordered = sorted(counts, key=lambda key: (key[0], -counts[key], key))
+    rows = tuple((key[0], key[1], example[key], str(counts[key])) for key in ordered)
+    yield Grid("Peers without a time", ("peer", "why", "reason, of the first", "cells"), rows, left=3)
+    yield Bullets(tuple(f"`{key[0]}`, {key[1]}: {example[key][:400]}" for key in ordered))

@@ -1,0 +1,90 @@
+"""A document in the terminal, its cells coloured by their share of the DRAM's speed of light."""
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text as Styled
+
+from gdntune.report.document import Bullets, Code, Document, Grid, Text
+
+# From a share of the peak on: a streaming kernel reaches 0.9 of it on an H100.
+SHADES = ((0.85, "green"), (0.7, "yellow"), (0.5, "dark_orange"), (0.0, "red"))
+
+
+# To so many columns of text a column of words may shrink.
+FOLDED = 16
+
+
+def shade(share: float | None) -> str:
+    """The colour of a share of the peak; none where it is unknown."""
+    return "" if share is None else next((colour for least, colour in SHADES if share >= least), "")
+
+
+def print_document(document: Document, console: Console, *, details: bool = False, folds: bool = True) -> None:
+    """Prints a document; its detail sections only where `details` asks for them.
+
+    folds: whether words of a table go on in the next line where the console has no room. Where not, an id is found and copied whole.
+    """
+    width = console.width
+    console.print(Styled(document.title, "bold"))
+    for i, section in enumerate(s for s in document.sections if details or not s.detail):
+        console.print()
+        if i:
+            console.print(Styled(section.title, "bold"))
+        for block in section.blocks:
+            if isinstance(block, Text):
+                console.print(_plain(block.text))
+            elif isinstance(block, Bullets):
+                for item in block.items:
+                    console.print(Padding(_plain(item), (0, 0, 0, 2), expand=False))
+            elif isinstance(block, Code):
+                console.print(Padding(Styled(block.text), (0, 0, 0, 2), expand=False))
+            else:
+                if block.caption:
+                    console.print(Styled(block.caption, "italic"))
+                table, least = _table(block, folds)
+                # a console gives no print more than its own width, and a table without room loses columns
+                console.width = max(least, width)
+                console.print(table, crop=False)
+                console.width = width
+                console.print()
+    coloured = console.color_system is not None and not console.no_color
+    if coloured and any(g.shades for s in document.sections for g in s.blocks if isinstance(g, Grid)):
+        console.print()
+        console.print(_legend())
+
+
+def _plain(text: str) -> Styled:
+    return Styled(text.replace("`", ""))
+
+
+def _table(grid: Grid, folds: bool) -> tuple[Table, int]:
+    """A grid, and the columns of text that it needs: words go on in the next line where there is no room, or not, numbers are never cut."""
+    table = Table(box=None, pad_edge=False)
+    widths = [max(map(len, column)) for column in zip(grid.headers, *grid.rows, strict=True)]
+    least = [min(w, FOLDED) if folds and i < grid.left else w for i, w in enumerate(widths)]
+    for i, header in enumerate(grid.headers):
+        if i < grid.left:
+            table.add_column(Styled(header), overflow="fold", no_wrap=not folds, min_width=least[i])
+        else:
+            table.add_column(Styled(header), justify="right", no_wrap=True, min_width=least[i])
+    for i, row in enumerate(grid.rows):
+        shades = grid.shades[i] if grid.shades else (None,) * len(row)
+        table.add_row(*(Styled(cell.replace("`", ""), shade(s)) for cell, s in zip(row, shades, strict=True)))
+    return table, sum(least) + 2 * (len(least) - 1)
+
+
+def _legend() -> Styled:
+    legend = Styled("Share of the DRAM's peak: ")
+    above: float | None = None
+    for least, colour in SHADES:
+        words = (
+            f"{least:.0%} and more"
+            if above is None
+            else f"below {above:.0%}"
+            if not least
+            else f"{least:.0%} to {above:.0%}"
+        )
+        legend.append(words, colour).append("  ")
+        above = least
+    return legend

@@ -1,0 +1,246 @@
+"""Two journals, cell by cell: FASTER, SLOWER, SAME or UNCLEAR, by bootstrap intervals of the ratio of means. Needs no device."""
+
+import difflib
+import math
+import os
+import random
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from gdntune.results import journal
+from gdntune import strict
+from gdntune.results.derive import Final, Timed, by_work_units, derive, timed_cells
+from gdntune.errors import JournalError, UnknownName, UnsupportedProblem, listed
+from gdntune.results.journal import Run
+from gdntune.problem import Contract
+from gdntune.report.document import Bullets, Document, Grid, Section, Text
+from gdntune.timing import CUPTI_STEP_US, TIE_SHARE
+
+Verdict = Literal["FASTER", "SLOWER", "SAME", "UNCLEAR"]
+
+# Of equal kernels hardly a cell of 320 is SLOWER by chance: the whole interval must be beyond the tie, and half of an
+# interval is 0.4% at 200 samples (median of an H100's cells; 1.7% in the noisiest, which are UNCLEAR).
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+SEED = 20261128
+# Below this the bootstrap's intervals are too narrow to decide anything.
+LEAST_SAMPLES = 20
+CHOSEN = "chosen"
+# So many variants at most does a refusal list.
+LISTED = 20
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """B against A at a cell. ratio: B's mean over A's, with its interval low to high; None where a side has too few samples."""
+
+    contract: str
+    work_units: int
+    verdict: Verdict
+    a: str
+    b: str
+    a_us: float | None
+    b_us: float | None
+    ratio: float | None
+    low: float | None
+    high: float | None
+    reason: str = ""
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """All cells that both journals have. only_a, only_b: cells of one alone. counts: by verdict."""
+
+    variant: str
+    counts: dict[str, int]
+    cells: tuple[Compared, ...]
+    only_a: int
+    only_b: int
+    notes: tuple[str, ...]
+
+
+class Interval(NamedTuple):
+    """A ratio of means with its bounds."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def compare(a: str | os.PathLike[str], b: str | os.PathLike[str], variant: str = CHOSEN) -> Comparison:
+    """Journal `b` against journal `a`, each given by file or folder.
+
+    variant: an id, timed in both; or `chosen`: at each cell what the table of either journal names there.
+    The intervals are of the samples within a run: what two runs differ in as a whole (clocks, addresses) is not in them.
+    Raises JournalError where the timing policies differ, UnsupportedProblem where no cell is in both, UnknownName for a variant
+    that neither timed.
+    """
+    mine, theirs = _Side.read(a), _Side.read(b)
+    if mine.run.policy != theirs.run.policy:
+        one, other = (", ".join(f"{k} {v}" for k, v in sorted(s.run.policy.items())) for s in (mine, theirs))
+        raise JournalError(
+            f"{a} ({one}), {b} ({other}): times under two policies are not compared; time both under one"
+        )
+    if variant != CHOSEN:
+        timed = {name for side in (mine, theirs) for cell in side.cells.values() for name in cell.finals}
+        if variant not in timed:
+            names = sorted(timed)
+            shown = names if len(names) <= LISTED else difflib.get_close_matches(variant, names, n=LISTED, cutoff=0)
+            raise UnknownName(
+                f"variant {variant!r}{strict.near(variant, names)}: accepted are {CHOSEN} and one of the {len(names)} timed to the end: "
+                f"{listed(shown)}{' and others less like it' if len(names) > LISTED else ''}"
+            )
+    common = sorted(mine.cells.keys() & theirs.cells.keys())
+    if not common:
+        raise UnsupportedProblem(
+            f"{a} and {b} have no cell in common: a cell is a contract at some work units; sweep the same config twice"
+        )
+    cells = tuple(_compared(key, mine, theirs, variant) for key in common)
+    counts = Counter(c.verdict for c in cells)
+    return Comparison(
+        variant=variant,
+        counts={name: counts[name] for name in ("FASTER", "SLOWER", "SAME", "UNCLEAR")},
+        cells=cells,
+        only_a=len(mine.cells) - len(common),
+        only_b=len(theirs.cells) - len(common),
+        notes=tuple(_notes(mine.run, theirs.run)),
+    )
+
+
+def ratio_of_means(a: Sequence[float], b: Sequence[float], seed: str) -> Interval:
+    """B's mean over A's, with the percentile interval of a circular block bootstrap of each; the same seed gives the same bounds.
+
+    Blocks, since neighbouring rounds are alike (on an H100 up to 0.3 of the variance), of an even length, since the order of calls
+    is mirrored every other round. Equal samples are one measurement, drawn from once: against itself its ratio is 1, with no width.
+    """
+    chance = random.Random(f"{SEED}.{seed}")
+    means = _resampled_means(a, chance)
+    others = means if list(a) == list(b) else _resampled_means(b, chance)
+    ratios = sorted(y / x for x, y in zip(means, others, strict=True) if x > 0)
+    tail = int((1 - CONFIDENCE) / 2 * len(ratios))
+    return Interval(statistics.fmean(b) / statistics.fmean(a), ratios[tail], ratios[-1 - tail])
+
+
+def _resampled_means(samples: Sequence[float], chance: random.Random) -> list[float]:
+    n = len(samples)
+    length = min(n, 2 * math.ceil(n ** (1 / 3) / 2))
+    twice = [*samples, *samples]
+    blocks = [math.fsum(twice[i : i + length]) for i in range(n)]
+    drawn = -(-n // length)
+    picks = chance.choices(blocks, k=drawn * RESAMPLES)
+    return [sum(picks[i : i + drawn]) / (drawn * length) for i in range(0, len(picks), drawn)]
+
+
+def verdict(a_us: float, interval: Interval) -> Verdict:
+    """What an interval says: SAME where all of it is within a tie, FASTER or SLOWER where all of it is beyond, else UNCLEAR.
+
+    The tie is `timing.tie`'s: within the larger of 1% of the lesser mean and 32 ns.
+    """
+    slack = 1e-9
+    upper = 1 + max(TIE_SHARE, CUPTI_STEP_US / a_us) + slack
+    lower = min(1 / (1 + TIE_SHARE), 1 - CUPTI_STEP_US / a_us) - slack
+    if interval.low > upper:
+        return "SLOWER"
+    if interval.high < lower:
+        return "FASTER"
+    return "SAME" if lower <= interval.low and interval.high <= upper else "UNCLEAR"
+
+
+class _Side(NamedTuple):
+    """A journal's cells by contract and work units, and what its table chooses there."""
+
+    run: Run
+    cells: dict[tuple[Contract, int], Timed]
+    chosen: dict[tuple[Contract, int], str]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "_Side":
+        run, records = journal.read(path)
+        cells = {
+            (c, cell.work_units): cell for c, timed in by_work_units(timed_cells(records)).items() for cell in timed
+        }
+        rules = {rule.when: rule for rule in derive(records, run).rules}
+        return cls(run, cells, {(c, w): rules[c].at(w).variant for c, w in cells if c in rules})
+
+
+def _compared(key: tuple[Contract, int], mine: _Side, theirs: _Side, variant: str) -> Compared:
+    contract, work_units = key
+    names = [side.chosen.get(key, "") if variant == CHOSEN else variant for side in (mine, theirs)]
+    finals = [side.cells[key].finals.get(name) for side, name in zip((mine, theirs), names, strict=True)]
+    means = [None if f is None else round(f.stats.mean_us, 3) for f in finals]
+    reason = _too_few(finals)
+    interval: Interval | None = None
+    said: Verdict = "UNCLEAR"
+    first, second = finals
+    if not reason and first is not None and second is not None:
+        interval = ratio_of_means(first.samples, second.samples, f"{contract.key()}.{work_units}")
+        said = verdict(first.stats.mean_us, interval)
+    ratio, low, high = (None, None, None) if interval is None else (round(x, 5) for x in interval)
+    return Compared(contract.key(), work_units, said, names[0], names[1], means[0], means[1], ratio, low, high, reason)
+
+
+def _too_few(finals: Sequence[Final | None]) -> str:
+    for side, final in zip("AB", finals, strict=True):
+        if final is None:
+            return f"not timed to the end in {side}"
+        if final.stats.count < LEAST_SAMPLES:
+            return f"{final.stats.count} samples in {side}: fewer than {LEAST_SAMPLES}"
+    return ""
+
+
+def _notes(a: Run, b: Run) -> list[str]:
+    """In what the two runs differ beside their samples."""
+    notes = []
+    if a.device.name != b.device.name:
+        notes.append(f"A ran on {a.device.name}, B on {b.device.name}")
+    if changed := sorted(k for k in a.kernels.keys() | b.kernels.keys() if a.kernels.get(k) != b.kernels.get(k)):
+        notes.append(f"the code of {', '.join(changed)} differs")
+    versions = sorted(k for k in a.software.keys() | b.software.keys() if a.software.get(k) != b.software.get(k))
+    if versions:
+        notes.append("; ".join(f"{k}: {a.software.get(k, 'none')}, then {b.software.get(k, 'none')}" for k in versions))
+    return notes
+
+
+def comparison_document(found: Comparison, title: str) -> Document:
+    """A comparison: the counts, the cells that are not SAME, and as detail the others."""
+    counts = ", ".join(f"{n} {name}" for name, n in found.counts.items())
+    notes = [
+        f"{len(found.cells)} cells: {counts}",
+        f"{CONFIDENCE:.0%} bootstrap intervals of B's mean over A's; SAME: within the larger of {TIE_SHARE:.0%} and "
+        f"{1e3 * CUPTI_STEP_US:.0f} ns; FASTER, SLOWER: all of the interval beyond that; UNCLEAR: neither",
+        *found.notes,
+    ]
+    if found.only_a or found.only_b:
+        notes.append(f"cells of A alone: {found.only_a}, of B alone: {found.only_b}")
+    sections = [Section("Summary", (Text("B against A"), Bullets(tuple(notes))))]
+    same = [c for c in found.cells if c.verdict == "SAME"]
+    differing = [c for c in found.cells if c.verdict != "SAME"]
+    if differing:
+        sections.append(Section("Cells that are not SAME", (_grid(differing),)))
+    if same:
+        sections.append(Section("Cells that are SAME", (_grid(same),), detail=True))
+    return Document(title, tuple(sections))
+
+
+def _grid(cells: Sequence[Compared]) -> Grid:
+    def plain(value: float | None, digits: int) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    rows = tuple(
+        (
+            c.contract,
+            c.reason or (c.b if c.a == c.b else f"{c.a} -> {c.b}"),
+            c.verdict,
+            str(c.work_units),
+            plain(c.a_us, 2),
+            plain(c.b_us, 2),
+            plain(c.ratio, 3),
+            plain(c.low, 3),
+            plain(c.high, 3),
+        )
+        for c in cells
+    )
+    headers = ("contract", "variant", "verdict", "work units", "A us", "B us", "ratio", "low", "high")
+    return Grid("", headers, rows, left=3)

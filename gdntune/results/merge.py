@@ -1,0 +1,195 @@
+"""Two tables: where they choose otherwise, and one table of both."""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from gdntune.device.arch import Device
+from gdntune.errors import TableError, listed
+from gdntune.kernels.spec import Variant
+from gdntune.report.document import Block, Bullets, Document, Grid, Section, Text
+from gdntune.results.table import Origin, Rule, Table, TableVariant
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Work units `first` to `last` (None: without end) of a contract where A and B choose otherwise; None: no rule there."""
+
+    contract: str
+    first: int
+    last: int | None
+    a: str | None
+    b: str | None
+
+
+class Differences(msgspec.Struct, frozen=True):
+    """choices: where they differ. about: what else the tables differ in, such as device, policy and versions."""
+
+    choices: tuple[Difference, ...]
+    about: tuple[str, ...]
+
+
+def diff(a: Table, b: Table) -> Differences:
+    """In what two tables differ. Variants are equal where kernel and knobs are, whatever they are called."""
+    rules = [{rule.when: rule for rule in t.rules} for t in (a, b)]
+    found: list[Difference] = []
+    for contract in sorted(rules[0].keys() | rules[1].keys()):
+        mine, theirs = (r.get(contract) for r in rules)
+        found += _rule_differences(contract.key(), a, mine, b, theirs)
+    return Differences(tuple(found), tuple(_about(a, b)))
+
+
+def _rule_differences(key: str, a: Table, mine: Rule | None, b: Table, theirs: Rule | None) -> Iterator[Difference]:
+    starts = sorted({i.first for rule in (mine, theirs) if rule for i in rule.intervals})
+    spans: list[Difference] = []
+    for first, after in zip(starts, [*starts[1:], None], strict=True):
+        one, other = (rule.at(first).variant if rule else None for rule in (mine, theirs))
+        if _what(a, one) == _what(b, other):
+            continue
+        last = None if after is None else after - 1
+        before = spans[-1] if spans else None
+        if before and before.last == first - 1 and (before.a, before.b) == (one, other):
+            spans[-1] = msgspec.structs.replace(before, last=last)
+        else:
+            spans.append(Difference(key, first, last, one, other))
+    yield from spans
+
+
+def _what(t: Table, name: str | None) -> TableVariant | None:
+    return None if name is None else t.variants[name]
+
+
+def _about(a: Table, b: Table) -> Iterator[str]:
+    if _device(a.device) != _device(b.device):
+        yield f"device: {a.device.name} ({a.device.arch}), {b.device.name} ({b.device.arch})"
+    for what in ("policy", "software", "kernels"):
+        one, two = getattr(a, what), getattr(b, what)
+        for name in sorted(one.keys() | two.keys()):
+            if one.get(name) != two.get(name):
+                yield f"{what} {name}: {one.get(name, 'none')}, {two.get(name, 'none')}"
+    if a.evidence != b.evidence:
+        yield "journals: " + ", ".join(f"{o.config} of {o.started}" for o in (a.evidence, b.evidence))
+
+
+def _device(device: Device) -> Device:
+    """A device without its peak, which differs from run to run where it is measured."""
+    return msgspec.structs.replace(device, peak_gb_s=None, peak_source="unknown")
+
+
+def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) -> Table:
+    """One table with the rules of both, sorted by contract.
+
+    Device and policy must be the same, and the code of each kernel that both name: otherwise their times do not stand side by
+    side. A contract whose choices differ is refused, unless `prefer` says whose rule counts; where the choices agree, the
+    first's evidence, or the preferred one's, is kept. `evidence.sources` holds what each table said of itself. Raises TableError.
+    """
+    faults = []
+    if _device(a.device) != _device(b.device):
+        faults.append(f"one is of {a.device.name} ({a.device.arch}), the other of {b.device.name} ({b.device.arch})")
+    if a.policy != b.policy:
+        policies = [", ".join(f"{k} {v}" for k, v in sorted(t.policy.items())) for t in (a, b)]
+        faults.append(f"one was made under {policies[0]}, the other under {policies[1]}")
+    faults += [
+        f"the code of {name} is not the same ({a.kernels[name]}, {b.kernels[name]})"
+        for name in sorted(a.kernels.keys() & b.kernels.keys())
+        if a.kernels[name] != b.kernels[name]
+    ]
+    faults += [
+        f"{name} is not the same variant in both"
+        for name in sorted(a.variants.keys() & b.variants.keys())
+        if a.variants[name] != b.variants[name]
+    ]
+    if faults:
+        raise TableError(f"not merged: {'; '.join(faults)}; sweep again, so that both are measured alike")
+    conflicts = sorted({d.contract for d in diff(a, b).choices if d.a is not None and d.b is not None})
+    if conflicts and prefer is None:
+        raise TableError(
+            f"not merged: the tables choose otherwise for {listed(conflicts)}; say whose rule counts: --prefer first or "
+            "--prefer second (`gdntune table diff` shows where)"
+        )
+    over, under = (b, a) if prefer == "second" else (a, b)
+    rules = [r for _, r in sorted(({r.when: r for r in under.rules} | {r.when: r for r in over.rules}).items())]
+    named: dict[str, Variant] = {}
+    for rule in rules:
+        for i in rule.intervals:
+            named[i.variant] = (a if i.variant in a.variants else b).variant(i.variant)
+    fingerprints = b.kernels | a.kernels
+    return Table(
+        schema="gdntune.table/1",
+        device=a.device,
+        software=_joined(a.software, b.software),
+        kernels={name: fingerprints[name] for name in sorted({v.kernel for v in named.values()})},
+        policy=a.policy,
+        evidence=_origin(a, b, rules),
+        variants={name: TableVariant(v.kernel, v.knobs) for name, v in sorted(named.items())},
+        rules=tuple(rules),
+    )
+
+
+def _joined(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
+    """Versions by name; where two were used, both."""
+    both = {name: sorted({x for d in (a, b) for x in d.get(name, "").split(", ") if x}) for name in {**a, **b}}
+    return {name: ", ".join(versions) for name, versions in both.items()}
+
+
+def _origin(a: Table, b: Table, rules: list[Rule]) -> Origin:
+    sources: list[Origin] = []
+    for o in (a.evidence, b.evidence):
+        sources += [s for s in (o.sources or (o,)) if s not in sources]
+    if len(sources) == 1:
+        return sources[0]
+    losses = [e.regret for rule in rules for i in rule.intervals for e in i.evidence]
+    held = [s.held_out_regret_max for s in sources if s.held_out_regret_max is not None]
+    kinds = sorted({kind for s in sources for kind in s.failures})
+    configs = list(dict.fromkeys(s.config for s in sources))
+    return Origin(
+        journal_sha256=_sha256(s.journal_sha256 for s in sources),
+        config=", ".join(configs),
+        config_sha256=_sha256(s.config_sha256 for s in sources),
+        started=max(s.started for s in sources),
+        cells=len(losses),
+        trials=sum(s.trials for s in sources),
+        failures={kind: sum(s.failures.get(kind, 0) for s in sources) for kind in kinds},
+        regret_max=max(losses, default=0.0),
+        regret_mean=round(math.fsum(losses) / len(losses), 6) if losses else 0.0,
+        held_out_cells=sum(s.held_out_cells for s in sources),
+        held_out_regret_max=max(held, default=None),
+        held_out_regret_mean=_held_out_mean(sources),
+        sources=tuple(sources),
+    )
+
+
+def _held_out_mean(sources: list[Origin]) -> float | msgspec.UnsetType:
+    """Over the held-out cells of all sources that have a mean; unset where none has."""
+    means = [(s.held_out_cells, s.held_out_regret_mean) for s in sources]
+    known = [(n, mean) for n, mean in means if isinstance(mean, float)]
+    cells = sum(n for n, _ in known)
+    return round(math.fsum(n * mean for n, mean in known) / cells, 6) if cells else msgspec.UNSET
+
+
+def _sha256(hashes: Iterator[str]) -> str:
+    return hashlib.sha256("".join(f"{h}\n" for h in hashes).encode()).hexdigest()
+
+
+def diff_document(found: Differences, title: str) -> Document:
+    """Where two tables choose otherwise, and what else they differ in."""
+    n = len(found.choices)
+    contracts = len({d.contract for d in found.choices})
+    text = f"{n} spans of work units in {contracts} contracts are served otherwise." if n else "The choices are equal."
+    blocks: list[Block] = [Text(text)]
+    if found.about:
+        blocks.append(Bullets(found.about))
+    if n:
+        rows = tuple(
+            (
+                d.contract,
+                d.a or "no rule",
+                d.b or "no rule",
+                f"{d.first} on" if d.last is None else f"{d.first} to {d.last}",
+            )
+            for d in found.choices
+        )
+        blocks.append(Grid("", ("contract", "A", "B", "work units"), rows, left=3))
+    return Document(title, (Section("Summary", tuple(blocks)),))

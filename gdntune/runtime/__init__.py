@@ -1,0 +1,1 @@
+"""What an engine calls. Imports nothing of tuning or reports."""

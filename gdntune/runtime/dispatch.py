@@ -1,0 +1,263 @@
+"""The runtime: finds a table's row for a contract, loads the function once, hands it out.
+
+Tables are looked for in this order: `load_table(path)` or GDNTUNE_TABLE; the user's; the shipped one of this device; the shipped one
+of the nearest device, with a warning; else each kernel's own default rule. Nothing is decided twice: a contract is bound once.
+"""
+
+import bisect
+import logging
+import math
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gdntune import kernels
+from gdntune.device.arch import Device, detect
+from gdntune.errors import BuildError, UnsupportedProblem
+from gdntune.kernels.spec import Variant
+from gdntune.objects.build import compile_objects
+from gdntune.objects.store import ObjectSpec, Store, object_spec
+from gdntune.problem import Contract, Op, check_contract
+from gdntune.results import table
+
+log = logging.getLogger("gdntune")
+
+Function = Callable[..., Any]
+
+
+class Source(NamedTuple):
+    """A table in use and where it came from."""
+
+    table: table.Table
+    path: Path
+    why: str
+
+
+class Choice(NamedTuple):
+    """What serves some work units, from `first` on: the variant, and whose word it was."""
+
+    first: int
+    variant: Variant
+    why: str
+
+
+def user_tables() -> Path:
+    """Where a user's own tables are looked for: <here>/<device>/<op>.json."""
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("gdntune")) / "tables"
+
+
+def shipped_tables() -> Path:
+    """The tables that come with gdntune."""
+    inside = Path(__file__).parent.parent / "tables"
+    return inside if inside.exists() else Path(__file__).parent.parent.parent / "tables"
+
+
+@cache
+def warn_once(message: str) -> None:
+    """A warning that a server's log should hold once, not at each step."""
+    log.warning(message)
+
+
+class Runtime:
+    """The tables, objects and bound functions of one device in this process.
+
+    device: what runs; store: where compiled objects are. Neither is closed; a process keeps one runtime a device.
+    """
+
+    def __init__(self, device: Device, store: Store | None = None):
+        self.device = device
+        bundles = [Path(b) for b in os.environ.get("GDNTUNE_BUNDLE", "").split(os.pathsep) if b]
+        self.store = store or Store(bundles=bundles)
+        self._sources: dict[str, Source | None] = {}
+        self._bound: dict[tuple[Contract, bool], Bound] = {}
+
+    def use(self, path: str | os.PathLike[str]) -> table.Table:
+        """Makes a table the one in use for the ops it has rules for. UnsupportedProblem for one of another kind of device."""
+        loaded = self._given(path)
+        for op in {rule.when.op for rule in loaded.rules}:
+            self._sources[op] = self._checked(Source(loaded, Path(path), "given"))
+        self._bound.clear()
+        return loaded
+
+    def forget(self) -> None:
+        """Drops tables and bound functions, so that they are looked up anew."""
+        self._sources.clear()
+        self._bound.clear()
+
+    def source(self, op: Op) -> Source | None:
+        """The table in use for an op, or None where only default rules speak."""
+        if op not in self._sources:
+            found = self._find(op)
+            self._sources[op] = self._checked(found) if found else None
+        return self._sources[op]
+
+    def _given(self, path: str | os.PathLike[str]) -> table.Table:
+        loaded = table.load(path)
+        if loaded.device.kind != self.device.kind:
+            raise UnsupportedProblem(
+                f"{path} was measured on {loaded.device.name}, of kind {loaded.device.kind}: accepted on {self.device.name} are "
+                f"tables of kind {self.device.kind}; `gdntune sweep` makes one"
+            )
+        return loaded
+
+    def _find(self, op: Op) -> Source | None:
+        if given := os.environ.get("GDNTUNE_TABLE"):
+            loaded = self._given(given)
+            if any(rule.when.op == op for rule in loaded.rules):
+                return Source(loaded, Path(given), "GDNTUNE_TABLE")
+        own = f"{self.device.slug}/{op}.json"
+        for folder, why in ((user_tables(), "the user's"), (shipped_tables(), "shipped")):
+            if (folder / own).exists():
+                return Source(table.load(folder / own), folder / own, why)
+        return self._nearest(op)
+
+    def _nearest(self, op: Op) -> Source | None:
+        """The shipped table of the device most like this one, by SMs and DRAM peak."""
+        others = [Source(table.load(p), p, "nearest") for p in sorted(shipped_tables().glob(f"*/{op}.json"))]
+        others = [s for s in others if s.table.device.kind == self.device.kind]
+        if not others:
+            return None
+
+        def distance(s: Source) -> float:
+            d = s.table.device
+            apart = abs(math.log(d.sm_count / self.device.sm_count))
+            if d.peak_gb_s and self.device.peak_gb_s:
+                apart += abs(math.log(d.peak_gb_s / self.device.peak_gb_s))
+            return apart
+
+        best = min(others, key=distance)
+        warn_once(
+            f"no table for {self.device.name}: using that of {best.table.device.name}, the nearest by SMs and bandwidth; "
+            f"`gdntune sweep` makes one for this device"
+        )
+        return best
+
+    def _checked(self, source: Source) -> Source:
+        kernels.check_names(map(source.table.variant, source.table.variants), str(source.path))
+        names = table.stale(source.table, kernels.fingerprints(self.device.kind))
+        if names:
+            warn_once(
+                f"{source.path} is stale: it was measured with another version of {', '.join(names)}; its choices are used, "
+                f"they may no longer be the fastest; sweep again"
+            )
+        return source
+
+    def choices(self, contract: Contract) -> list[Choice]:
+        """What serves a contract, by rising work units; the first starts at 1."""
+        check_contract(contract)
+        found: list[Choice] = []
+        source = self.source(contract.op)
+        if source is not None:
+            found = self._from_table(source, contract)
+        if found:
+            return found
+        # the default rule, sampled at powers of two: it is a staircase of a few steps
+        for exponent in range(20):
+            variant = kernels.default(contract, 1 << exponent, self.device)
+            if not found or found[-1].variant != variant:
+                found.append(Choice(1 << exponent, variant, "the kernel's default rule"))
+        return found
+
+    def _from_table(self, source: Source, contract: Contract) -> list[Choice]:
+        for rule in source.table.ranked(contract):
+            found = [
+                Choice(
+                    i.first,
+                    source.table.variant(i.variant),
+                    f"{source.why} table {source.path}, rule {rule.when.key()}",
+                )
+                for i in rule.intervals
+            ]
+            faults = [
+                f"{c.variant.id}: {fault}" for c in found if (fault := _unusable(contract, c.variant, self.device))
+            ]
+            if not faults:
+                return found
+            warn_once(
+                f"{source.path}: rule {rule.when.key()} cannot serve {contract.key()}: {faults[0]}; the next nearest is tried"
+            )
+        return []
+
+    def bind(self, contract: Contract, *, batch_invariant: bool = False) -> "Bound":
+        """The functions that serve a contract, bound once."""
+        key = (contract, batch_invariant)
+        bound = self._bound.get(key)
+        if bound is None:
+            choices = self.choices(contract)
+            if batch_invariant:
+                choices = [
+                    choices[-1]._replace(first=1, why=choices[-1].why + "; batch_invariant: one variant for all sizes")
+                ]
+            bound = self._bound[key] = Bound(self, contract, choices)
+        return bound
+
+    def functions(self, contract: Contract, variants: list[Variant]) -> list[Function]:
+        """The loaded functions of variants, compiled first where the store lacks them."""
+        pairs: list[tuple[ObjectSpec, str]] = []
+        for v in variants:
+            kernel = kernels.get(v.kernel)
+            pairs.append((object_spec(kernel, contract, v, self.device), kernel.compiler))
+        missing = [p for p in pairs if self.store.find(p[0]) is None]
+        if missing:
+            log.info(
+                "compiling %d objects for %s; `gdntune compile` does it ahead of time", len(missing), contract.key()
+            )
+            failed = [b for b in compile_objects(missing, self.store) if not b.ok]
+            if failed:
+                raise BuildError(f"{failed[0].spec.name} does not compile: {failed[0].reason}")
+        loaded = self.store.load([spec for spec, _ in pairs])
+        return [loaded[spec.key] for spec, _ in pairs]
+
+
+def _unusable(contract: Contract, variant: Variant, device: Device) -> str | None:
+    if variant.kernel not in kernels.KERNELS:
+        return f"this version has no kernel {variant.kernel!r}"
+    if kernels.get(variant.kernel).device != device.kind:
+        return f"kernel {variant.kernel} runs on {kernels.get(variant.kernel).device}, not on {device.kind}"
+    try:
+        return kernels.refuse(contract, variant)
+    except LookupError as e:
+        return str(e)
+
+
+class Bound:
+    """A contract's choices with their functions; `at(work_units)` is the hot path."""
+
+    def __init__(self, runtime: Runtime, contract: Contract, choices: list[Choice]):
+        self.runtime, self.contract, self.choices = runtime, contract, choices
+        self._starts = [c.first for c in choices]
+        self._functions: list[Function | None] = [None] * len(choices)
+
+    def choice(self, work_units: int) -> Choice:
+        return self.choices[bisect.bisect_right(self._starts, work_units) - 1]
+
+    def at(self, work_units: int) -> Function:
+        """The function for these work units, at least 1."""
+        i = bisect.bisect_right(self._starts, work_units) - 1
+        function = self._functions[i]
+        return function if function is not None else self._load(i)
+
+    def _load(self, i: int) -> Function:
+        function = self.runtime.functions(self.contract, [self.choices[i].variant])[0]
+        # the same variant may serve several intervals
+        for j, c in enumerate(self.choices):
+            if c.variant == self.choices[i].variant:
+                self._functions[j] = function
+        return function
+
+    def load_all(self) -> None:
+        """Loads every function a rule can choose, so that any batch can be captured in a CUDA graph afterwards."""
+        functions = self.runtime.functions(self.contract, [c.variant for c in self.choices])
+        self._functions = list(functions)
+
+
+@cache
+def runtime(kind: str, index: int = 0) -> Runtime:
+    """This process's runtime of a device: `cuda` and its index, or `cpu`."""
+    if kind not in ("cuda", "cpu"):
+        raise UnsupportedProblem(f"tensors are on {kind}: accepted are cuda and cpu")
+    return Runtime(detect(kind, index))  # type: ignore[arg-type]

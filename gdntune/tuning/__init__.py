@@ -1,0 +1,1 @@
+"""The sweep: what is tried, where it runs, and how it is timed."""

@@ -1,0 +1,167 @@
+"""Which cells a sweep times beyond those of its config: between two that choose otherwise, and such as the table is judged at."""
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+import msgspec
+
+from gdntune.errors import ConfigError, JournalError, listed
+from gdntune.problem import Contract, Problem
+from gdntune.results import workload
+from gdntune.results.derive import Timed, beyond, by_work_units, derive, marked, timed_cells
+from gdntune.results.journal import Cell, Record, Run, Trial
+from gdntune.results.table import Rule
+from gdntune.tuning.config import Config, HeldOut, Search
+
+
+def crossovers(config: Config, records: Sequence[Record], run: Run) -> list[Problem]:
+    """The cells that `search.bisect` asks for next, given what was timed; none where the crossovers are narrow enough.
+
+    A contract's neighbouring cells are a crossover where the table as it now is chooses otherwise at them, and one of the two choices
+    loses more than `search.regret` at the other's cell, or has no times there. Between them comes the legal problem nearest to the
+    geometric mean of their work units. Where `search.extra_cells` do not suffice, those that lose most come first; where a cell
+    between two failed, no other is tried.
+    """
+    search = config.search
+    if search.bisect is None:
+        return []
+    closed = {r.problem for r in records if isinstance(r, Cell)}
+    # half of a cell, as a kill leaves it, says nothing yet
+    records = [r for r in records if not isinstance(r, Trial) or r.problem in closed]
+    try:
+        rules = {rule.when: rule for rule in derive(records, run, regret=search.regret).rules}
+    except JournalError:
+        return []
+    aside = {*marked(records), *listed_held_out(config)}
+    tuned = by_work_units(c for c in timed_cells(records) if c.problem not in aside)
+    spent = marked(records, "bisection")
+    found: list[Problem] = []
+    for contract, cells in tuned.items():
+        left = search.extra_cells - sum(p.contract == contract for p in spent)
+        done = {p.work_units for p in closed - aside if p.contract == contract}
+        kept = {p.work_units for p in aside if p.contract == contract}
+        gaps: list[tuple[float, Problem]] = []
+        for a, b in itertools.pairwise(cells):
+            loss = _loss(rules[contract], a, b, search.regret)
+            inside = any(a.work_units < w < b.work_units for w in done)
+            if loss and not inside and b.work_units > search.bisect * a.work_units:
+                middle = math.sqrt(a.work_units * b.work_units)
+                problem = _nearest(config, contract, middle, a.work_units, b.work_units, kept)
+                gaps += [(loss, problem)] if problem else []
+        gaps.sort(key=lambda gap: (-gap[0], gap[1]))
+        found += sorted(problem for _, problem in gaps[: max(left, 0)])
+    return found
+
+
+def _loss(rule: Rule, a: Timed, b: Timed, limit: float) -> float:
+    """How much the choices of two neighbours lose at the other's cell, at most; 0 where they are equal, or both tie there."""
+    mine, other = rule.at(a.work_units).variant, rule.at(b.work_units).variant
+    worst = 0.0
+    for cell, name in ((a, other), (b, mine)):
+        judged = cell.judged(name) if mine != other else (0.0, "final")
+        loss = math.inf if judged is None else judged[0]
+        if beyond(cell.best_us, loss, limit):
+            worst = max(worst, loss)
+    return worst
+
+
+def effort(config: Config, problem: Problem) -> Search:
+    """What the sweep spends on a cell: with a workload, final rounds, and the time for them, by the cell's share of its steps."""
+    search = config.search
+    if not isinstance(search.workload, tuple):
+        return search
+    contract = problem.contract
+    units = {p.work_units for p in config.problems() if p.contract == contract} | {problem.work_units}
+    share = workload.shares(
+        search.workload, contract.tokens, sorted({HV for HV, _ in _heads(config, contract)}), sorted(units)
+    )[problem.work_units]
+    rounds = workload.rounds(share, len(units), search.final_rounds)
+    longer = max(1.0, rounds / search.final_rounds)
+    return msgspec.structs.replace(
+        search, final_rounds=rounds, max_cell_seconds=min(longer * search.max_cell_seconds, 86400.0)
+    )
+
+
+def held_out(config: Config, records: Sequence[Record]) -> list[Problem]:
+    """The cells of `search.held_out`, in order: those of its list, or for each contract its number of them.
+
+    The number's are spread evenly over the logarithm of work units, from the smallest to the largest cell of the config, and are no
+    cell that has a part in choosing: neither the config's nor one of `crossovers`. Where there are fewer legal ones, fewer.
+    """
+    wanted = config.search.held_out
+    if isinstance(wanted, tuple):
+        return listed_held_out(config)
+    own: dict[Contract, set[int]] = {}
+    for p in config.problems():
+        own.setdefault(p.contract, set()).add(p.work_units)
+    found: list[Problem] = []
+    for contract, units in sorted(own.items()):
+        low, high = min(units), max(units)
+        taken = units | {p.work_units for p in marked(records, "bisection") if p.contract == contract}
+        for i in range(wanted):
+            target = low * (high / low) ** ((i + 0.5) / wanted)
+            problem = _nearest(config, contract, target, low, high, taken)
+            if problem is not None:
+                taken.add(problem.work_units)
+                found.append(problem)
+    return sorted(found)
+
+
+def listed_held_out(config: Config) -> list[Problem]:
+    """The problems of a `search.held_out` that is a list; ConfigError for one that no part has, or that is a cell of the config."""
+    wanted = config.search.held_out
+    own = {(p.contract, p.work_units) for p in config.problems()}
+    found: dict[Problem, None] = {}
+    for i, one in enumerate(wanted if isinstance(wanted, tuple) else ()):
+        path = f"{config.name}: $.search.held_out[{i}]"
+        problems = list(_of_parts(config, one))
+        if not problems:
+            said = ", ".join(f"{k}={v}" for k, v in msgspec.structs.asdict(one).items() if v is not None)
+            tokens = sorted({c.tokens for c in config.all_contracts()})
+            raise ConfigError(
+                f"{path}: no contract is held out at {said}: accepted are tokens of {listed(tokens)} and shards that divide H"
+            )
+        for p in problems:
+            if (p.contract, p.work_units) in own:
+                raise ConfigError(
+                    f"{path}: batch={one.batch} with HV={p.HV} is {p.work_units} work units of {p.contract.key()}, where the config "
+                    "has a cell: accepted are others, since a held-out cell has no part in choosing"
+                )
+            found[p] = None
+    return sorted(found)
+
+
+def _of_parts(config: Config, one: HeldOut) -> Iterator[Problem]:
+    for part in config.each_part():
+        H, HV = part.model.H, part.model.HV
+        for contract in part.own_contracts():
+            if one.tokens in (None, contract.tokens) and H % one.shards == 0:
+                yield Problem(contract, one.batch, H // one.shards, HV // one.shards)
+
+
+def _heads(config: Config, contract: Contract) -> set[tuple[int, int]]:
+    """HV and H of each shard of the parts with a contract."""
+    return {
+        (part.model.HV // s, part.model.H // s)
+        for part in config.each_part()
+        if contract in part.own_contracts()
+        for s in part.shards
+    }
+
+
+def _nearest(
+    config: Config, contract: Contract, target: float, low: int, high: int, taken: Collection[int]
+) -> Problem | None:
+    """The problem with a shard's heads whose work units are nearest to `target`, between two bounds and none of `taken`.
+
+    Of several with equal work units the one with the most heads a request, as the config's own cells have it.
+    """
+    possible = (
+        (abs(math.log(B * HV / target)), -HV, -H, B)
+        for HV, H in _heads(config, contract)
+        for B in range(low // HV + 1, -(-high // HV))
+        if B * HV not in taken
+    )
+    best = min(possible, default=None)
+    return None if best is None else Problem(contract, best[3], -best[2], -best[1])

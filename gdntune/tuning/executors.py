@@ -1,0 +1,128 @@
+"""Workers, one a device: each runs one task after another in a process that is replaced when a task crashes it or hangs. Knows no tasks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as FutureTimeout
+from threading import Lock
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from pebble import ProcessExpired, ProcessPool
+
+from gdntune.errors import GdntuneError
+from gdntune.objects.processes import SPAWN, hidden_main
+
+T = TypeVar("T")
+W = TypeVar("W", bound="Worker")
+
+
+class Crashed(NamedTuple):
+    """A task that took its process with it, or its time."""
+
+    status: str
+    reason: str
+
+
+class Worker(Protocol):
+    """One device's process. name: of the device, as a journal says where a cell was timed."""
+
+    name: str
+
+    def run(self, function: Callable[..., T], *args: Any, timeout: float) -> "T | Crashed":
+        """`function(start, *args)` in the process, within `timeout` seconds.
+
+        A crash, a hang or what a variant raised is a value, and the next task has a fresh process; what gdntune itself raises is raised.
+        """
+
+    def close(self) -> None:
+        """Ends the process; a task that still runs is lost. May be called from another thread, and twice."""
+
+
+class Child:
+    """A process on this host. start: what every task is called with first."""
+
+    def __init__(self, start: Any, name: str = ""):
+        self.name = name
+        self._start = start
+        self._closed = False
+        self._closing = Lock()
+        self._task: Future[Any] | None = None
+        self._pool = ProcessPool(max_workers=1, context=SPAWN)
+
+    def run(self, function: Callable[..., T], *args: Any, timeout: float) -> "T | Crashed":
+        """See `Worker`."""
+        try:
+            with hidden_main():
+                with self._closing:
+                    if self._closed:
+                        return Crashed("crashed", "the worker was closed")
+                    task = self._task = self._pool.schedule(function, args=[self._start, *args], timeout=timeout)
+                return task.result()
+        except FutureTimeout:
+            return Crashed("timeout", f"no answer within {timeout:.0f} s")
+        except ProcessExpired as e:
+            return Crashed("crashed", f"the process died (exit code {e.exitcode})")
+        except (GdntuneError, KeyboardInterrupt):
+            raise
+        except Exception as e:  # noqa: BLE001  whatever a variant brings about is its own failure, not the sweep's
+            # after an illegal access every later call of the process fails too
+            self._restart()
+            return Crashed("crashed", f"{type(e).__name__}: {str(e)[-500:]}")
+
+    def _restart(self) -> None:
+        with self._closing:
+            if not self._closed:
+                self._pool.stop()
+                self._pool.join()
+                self._pool = ProcessPool(max_workers=1, context=SPAWN)
+
+    def close(self) -> None:
+        """See `Worker`."""
+        with self._closing:
+            self._closed = True
+            if self._task is not None:
+                # a pool that was stopped never answers for what it was at
+                self._task.cancel()
+            self._pool.stop()
+            self._pool.join()
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def share_out(
+    workers: Sequence[W], jobs: Iterator[Callable[[W], T]], fit: Callable[[W], bool] = lambda _: True
+) -> Iterator[T]:
+    """The jobs' results as they come, each job on the first worker that is free.
+
+    fit: whether a worker that is free gets another job; where none does, the jobs that are left stay untaken.
+
+    A job is taken from the iterator when a worker is free for it, and after all earlier results were taken: what the consumer
+    learned from them holds for it. A job's exception is raised here; then, and when the consumer stops early, the workers that were
+    at work are closed, and their jobs are lost.
+    """
+    free, running = list(workers), dict[Future[T], W]()
+    with ThreadPoolExecutor(len(workers)) as threads:
+        try:
+            while True:
+                free = [worker for worker in free if fit(worker)]
+                while free and (job := next(jobs, None)) is not None:
+                    worker = free.pop(0)
+                    running[threads.submit(job, worker)] = worker
+                if not running:
+                    return
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                free += [running.pop(future) for future in done]
+                for future in done:
+                    yield future.result()
+        finally:
+            for worker in running.values():
+                worker.close()
+
+
+def on_each(workers: Sequence[W], job: Callable[[W], T]) -> list[T]:
+    """A job's result on every worker, at the same time, in their order."""
+    with ThreadPoolExecutor(max(len(workers), 1)) as threads:
+        return list(threads.map(job, workers))

@@ -1,0 +1,202 @@
+"""The CuTe kernels without a GPU: they compile, use what registers they should, and address 64 bits wide."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+from ptx import compile_ptx, narrow_products, wide_products
+
+from gdntune import kernels
+from gdntune.device import arch
+from gdntune.kernels import recurrent_config, wy_config
+from gdntune.objects.build import SPILL_LIMIT_BYTES, compile_objects
+from gdntune.objects.store import Store, object_spec
+from gdntune.problem import Contract
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl has wheels for Linux alone")
+
+CONTRACTS = {
+    "T=1": Contract(),
+    "T=8, fp32 state": Contract(tokens=8, state_dtype="fp32"),
+    "v_last": Contract(layout="v_last"),
+    "kda, slots": Contract(
+        op="kda_decode", gate="softplus", tokens=4, intermediate="slots", accepted=True, mode="frozen"
+    ),
+    "ragged, dense, fp16, K=96": Contract(
+        tokens=4,
+        ragged=True,
+        intermediate="dense",
+        state_dtype="fp16",
+        input_dtype="fp16",
+        gate="log",
+        beta="given",
+        K=96,
+        V=192,
+    ),
+    "indexed, no pool": Contract(tokens=2, intermediate="indexed", pool=False, layout="v_last", K=64, V=64),
+}
+WY_CONTRACTS = {
+    "T=8": Contract(tokens=8),
+    "T=4, frozen": Contract(tokens=4, mode="frozen"),
+    "T=16, ragged": Contract(tokens=16, ragged=True),
+    "T=8, fp32 state, frozen": Contract(tokens=8, state_dtype="fp32", mode="frozen"),
+    "T=8, fp16 state, K=96": Contract(tokens=8, state_dtype="fp16", K=96, V=192, gate="log", pool=False),
+    "T=8, K=256": Contract(tokens=8, K=256, V=32),
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A store of this module's own."""
+    return Store(tmp_path_factory.mktemp("objects"))
+
+
+@pytest.fixture(scope="module")
+def ptx_of():
+    """PTX of a contract's default variant, compiled in another process."""
+    device = arch.target("sm_90a")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+
+        def compiled(contract, name="recurrent"):
+            kernel = kernels.get(name)
+            knobs = kernel.variant(kernel.default(contract, 8192 if contract == Contract() else 64, device)).knobs
+            return pool.submit(compile_ptx, name, dict(kernel.facts(contract)), knobs, device.arch).result()
+
+        yield compiled
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_representative_objects_compile(target, store):
+    """Every kind of contract compiles for Hopper and Blackwell with its default variant, without spills."""
+    device = arch.target(target)
+    objects = []
+    for contract in CONTRACTS.values():
+        kernel = kernels.get("recurrent")
+        variant = kernels.default(contract, 64, device)
+        objects.append((object_spec(kernel, contract, variant, device), kernel.compiler))
+    kernel = kernels.get("wy")
+    for contract in WY_CONTRACTS.values():
+        variant = kernel.variant(wy_config.default(contract, 64, device))
+        objects.append((object_spec(kernel, contract, variant, device), kernel.compiler))
+    kernel = kernels.get("stream")
+    objects.append((object_spec(kernel, *kernels.flush(), device, label="flush"), kernel.compiler))
+    for built in compile_objects(objects, store):
+        assert built.ok, built.reason
+        assert 0 < built.manifest.registers <= 255
+        assert built.manifest.spill_bytes <= SPILL_LIMIT_BYTES
+
+
+def test_spaces_are_large_and_legal():
+    """At least 30 variants a contract, each legal, each with an id of its own, and the default is legal everywhere."""
+    device = arch.target("sm_90a")
+    for contract in CONTRACTS.values():
+        found = kernels.variants(contract, device)
+        assert len({v.id for v in found}) == len(found)
+        assert all(kernels.refuse(contract, v) is None for v in found)
+        for exponent in range(0, 16, 3):
+            assert kernels.refuse(contract, kernels.default(contract, 1 << exponent, device)) is None
+    assert len(kernels.variants(Contract(), device)) >= 30
+    assert len(kernels.variants(Contract(tokens=8), device)) >= 30
+
+
+@pytest.mark.parametrize(
+    ("knobs", "reason"),
+    [
+        ({"lanes": 12, "vec": 8}, "power"),
+        ({"vec": 32}, "bytes a load"),
+        ({"tile_v": 24}, "tile_v"),
+        ({"threads": 100}, "threads"),
+        ({"run": 2}, "run=2 with k_last"),
+        ({"registers": 100}, "registers"),
+        ({"ilp": 16, "lanes": 4, "tile_v": 512}, "V=128"),
+        ({"spread": True, "ilp": 1}, "spread=True"),
+        ({"heads": True, "tile_v": 128}, "heads=True"),
+        ({"fence": True}, "fence=True"),
+    ],
+)
+def test_illegal_knobs_are_refused_with_a_reason(knobs, reason):
+    """An illegal setting is refused by the one legality function, not by the compiler: K=96 on 12 lanes compiled in silence."""
+    setting = {"tile_v": 32, "ilp": 2, "vec": 8, "lanes": 16, "threads": 128, **knobs}
+    assert reason in (recurrent_config.refuse(Contract(), recurrent_config.Knobs(**setting)) or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "knobs", "reason"),
+    [
+        ({"op": "kda_decode", "gate": "softplus"}, {}, "op=kda_decode"),
+        ({"layout": "v_last"}, {}, "layout=v_last"),
+        ({"intermediate": "dense"}, {}, "intermediate=dense"),
+        ({"tokens": 1}, {}, "tokens=1"),
+        ({"input_dtype": "fp16"}, {}, "input_dtype=fp16"),
+        ({}, {"rows": 8}, "rows=8"),
+        ({}, {"warps": 3}, "warps=3"),
+        ({}, {"passes": 3}, "passes=3"),
+        ({}, {"warps": 8}, "V=128"),
+        ({}, {"registers": 64}, "registers=64"),
+        ({"state_dtype": "fp32"}, {}, "registers a thread"),
+    ],
+)
+def test_wy_refuses_with_a_reason(fields, knobs, reason):
+    """What the tensor-core kernel does not serve, it says; everything that it tries is legal, and a contract out of its reach has none."""
+    contract = Contract(**{"tokens": 8, **fields})
+    assert reason in (wy_config.refuse(contract, wy_config.Knobs(**{"rows": 32, "warps": 1, **knobs})) or "")
+    assert not knobs or wy_config.refuse(contract, wy_config.Knobs(32, 1)) is None
+    assert all(wy_config.refuse(contract, s) is None for s in wy_config.space(contract, arch.target("sm_90a")))
+
+
+def test_the_default_serves_what_a_space_leaves_out():
+    """The default rule names a variant of the space where there is one, and has a legal one for sizes whose space is empty or small."""
+    device = arch.target("sm_90a")
+    for contract in (
+        Contract(),
+        Contract(layout="v_last", state_dtype="fp32"),
+        Contract(tokens=8),
+        Contract(K=64, V=32),
+    ):
+        space = recurrent_config.space(contract, device)
+        for exponent in range(16):
+            knobs = recurrent_config.default(contract, 1 << exponent, device)
+            assert recurrent_config.refuse(contract, knobs) is None
+            assert knobs in space
+    # many heads: a thread with several rows, whose sums it shares; few: one wait less
+    many, few = (recurrent_config.default(Contract(), n, device) for n in (8192, 16))
+    assert (many.spread, few.spread) == (True, False)
+
+
+PTX_CASES = {
+    "pool": (Contract(), 2),
+    "pool, few heads": (Contract(state_dtype="fp32"), 2),
+    "dense intermediate states": (Contract(tokens=8, intermediate="dense", mode="frozen"), 3),
+    "slots": (Contract(tokens=8, intermediate="slots", accepted=True, mode="frozen"), 2),
+    "v_last, indexed": (Contract(tokens=8, intermediate="indexed", layout="v_last"), 4),
+}
+WY_PTX_CASES = {"pool": (Contract(tokens=8), 2), "frozen": (Contract(tokens=4, mode="frozen"), 1)}
+
+
+@pytest.mark.parametrize("name", PTX_CASES)
+def test_offsets_are_64_bit(name, ptx_of):
+    """Fault: slot 2048 of a pool with HV=64, and B=512, T=8 intermediate states, wrapped a 32-bit offset into another slot."""
+    contract, products = PTX_CASES[name]
+    text = ptx_of(contract)
+    assert narrow_products(text) == []
+    assert wide_products(text) >= products
+
+
+@pytest.mark.parametrize("name", WY_PTX_CASES)
+def test_wy_offsets_are_64_bit(name, ptx_of):
+    """The tensor-core kernel addresses the pool 64 bits wide too."""
+    contract, products = WY_PTX_CASES[name]
+    text = ptx_of(contract, "wy")
+    assert narrow_products(text) == []
+    assert wide_products(text) >= products
+
+
+def test_the_ptx_reader_sees_narrow_products():
+    """The reader above finds a 32-bit product of a loaded index, also through a move and a loop; so it can fail."""
+    load = "ld.global.v4.b32 {%r90, %r91, %r92, %r93}, [%rd9];\n"
+    direct = "ld.global.b32 %r1, [%rd1];\nmad.lo.s32 %r2, %r1, 1048576, %r3;\nmul.wide.s32 %rd9, %r2, 2;\n" + load
+    moved = "mov.b32 %r9, %ctaid.z;\nselp.b32 %r8, %r9, 0, %p1;\nshl.b32 %r7, %r8, 20;\ncvt.s64.s32 %rd9, %r7;\n" + load
+    wide = "ld.global.b32 %r1, [%rd1];\ncvt.s64.s32 %rd2, %r1;\nmad.lo.s64 %rd9, %rd2, %rd4, %rd5;\n" + load
+    assert len(narrow_products(direct)) == 1
+    assert len(narrow_products(moved)) == 1
+    assert narrow_products(wide) == []

@@ -1,0 +1,212 @@
+"""The runtime's choice of table, row and function."""
+
+import re
+
+import msgspec
+import pytest
+
+import gdntune
+from gdntune import kernels
+from gdntune.device import arch
+from gdntune.errors import TableError, ToolMissing, UnsupportedProblem
+from gdntune.kernels.spec import Variant
+from gdntune.problem import Contract, Problem
+from gdntune.results import table
+from gdntune.results.table import Interval, Origin, Rule, Table, TableVariant
+from gdntune.runtime import dispatch, ops
+from gdntune.runtime.dispatch import Runtime
+
+CONTRACT = Contract(state_dtype="fp32")
+
+
+def a_table(device, contract=CONTRACT, kernel="cpu_recurrent", at=100, fingerprint=None):
+    """A table of one rule: the first variant below `at` work units, the last from there on."""
+    variants = kernels.get(kernel).variants(contract, device)
+    first, last = variants[0], variants[-1]
+    origin = Origin("0", "test", "0", "2026-01-01T00:00:00+00:00", 2, 2, {}, 0.0, 0.0)
+    return Table(
+        schema="gdntune.table/1",
+        device=device,
+        software={},
+        kernels={kernel: fingerprint or kernels.fingerprints(device.kind)[kernel]},
+        policy={"timer": "cpu", "l2": "cold-clean"},
+        evidence=origin,
+        variants={v.id: TableVariant(v.kernel, v.knobs) for v in (first, last)},
+        rules=(Rule(contract, (Interval(1, at - 1, first.id), Interval(at, None, last.id))),),
+    )
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Folders for the user's and the shipped tables, both empty."""
+    monkeypatch.setattr(dispatch, "user_tables", lambda: tmp_path / "user")
+    monkeypatch.setattr(dispatch, "shipped_tables", lambda: tmp_path / "shipped")
+    monkeypatch.delenv("GDNTUNE_TABLE", raising=False)
+    dispatch.warn_once.cache_clear()
+    return tmp_path
+
+
+def device():
+    """The CPU at hand."""
+    return arch.detect("cpu")
+
+
+def test_without_a_table_the_default_rule_speaks(places):
+    """Any work units resolve, and say whose word it was."""
+    bound = Runtime(device()).bind(CONTRACT)
+    assert bound.choice(1).first == 1 and "default" in bound.choice(10**6).why
+
+
+def test_order_of_tables(places, monkeypatch):
+    """Given, then GDNTUNE_TABLE, then the user's, then the shipped one of this device."""
+    own = f"{device().slug}/gdn_decode.json"
+    for folder, at in (("shipped", 10), ("user", 20), ("env", 30), ("given", 40)):
+        table.save(a_table(device(), at=at), places / folder / own)
+
+    def boundary():
+        return Runtime(device()).bind(CONTRACT).choices[1].first
+
+    assert boundary() == 20
+    (places / "user" / own).unlink()
+    assert boundary() == 10
+    monkeypatch.setenv("GDNTUNE_TABLE", str(places / "env" / own))
+    assert boundary() == 30
+    runtime = Runtime(device())
+    runtime.use(places / "given" / own)
+    assert runtime.bind(CONTRACT).choices[1].first == 40
+
+
+def test_the_nearest_device_serves_with_a_warning(places, caplog):
+    """A GPU without a table takes that of the GPU most like it, and says so once."""
+    for target in ("sm_90a", "sm_100a"):
+        d = arch.target(target)
+        table.save(a_table(d, Contract(), "recurrent"), places / "shipped" / d.slug / "gdn_decode.json")
+    like_h100 = msgspec.structs.replace(arch.target("sm_90a"), name="NVIDIA H200", peak_gb_s=4800.0)
+    for _ in range(2):
+        assert "h100" in Runtime(like_h100).bind(Contract()).choice(5).why
+    assert sum("nearest" in r.message for r in caplog.records) == 1
+
+
+def test_a_stale_table_says_so(places, caplog):
+    """A table measured with another version of the kernel is used with a warning."""
+    path = places / "user" / device().slug / "gdn_decode.json"
+    table.save(a_table(device(), fingerprint="another"), path)
+    assert "user" in Runtime(device()).bind(CONTRACT).choice(1).why
+    assert any("stale" in r.message for r in caplog.records)
+
+
+def test_a_rule_that_cannot_serve_is_passed_over(places, caplog):
+    """A table from a stranger can be wrong, not dangerous: an illegal variant leads to the default rule, with a warning."""
+    good = a_table(device())
+    kernel = kernels.get("cpu_recurrent")
+    first, last = (kernel.variant(kernel.setting({**v.knobs, "vec": 3})) for v in good.variants.values())
+    path = places / "user" / device().slug / "gdn_decode.json"
+    wrong = {v.id: TableVariant(v.kernel, v.knobs) for v in (first, last)}
+    rule = Rule(CONTRACT, (Interval(1, 99, first.id), Interval(100, None, last.id)))
+    table.save(msgspec.structs.replace(good, variants=wrong, rules=(rule,)), path)
+    assert "default" in Runtime(device()).bind(CONTRACT).choice(1).why
+    assert any("cannot serve" in r.message for r in caplog.records)
+
+
+def test_ids_that_contradict_their_knobs_are_refused(places):
+    """Fault: a table whose ids say tv33 and whose knobs say 32 was as good as any other."""
+    path = places / "given.json"
+    table.save(a_table(device()), path)
+    Runtime(device()).use(path)
+    text = path.read_text()
+    tv = next(part for part in next(iter(table.load(path).variants)).split(".") if part.startswith("tv"))
+    path.write_text(text.replace(f".{tv}.", ".tv33."))
+    with pytest.raises(
+        TableError, match=rf"given.json: \$.variants\['.*tv33.*'\].knobs are those of cpu_recurrent.*{tv}"
+    ):
+        Runtime(device()).use(path)
+
+
+@pytest.mark.parametrize(
+    "name, knobs, of",
+    [
+        ("recurrent.tv32.ilp2", {"tile_v": 32, "ilp": 2}, None),
+        ("recurrent.tv32.ilp2.early", {"tile_v": 32, "ilp": 2, "early": True, "split": 1}, None),
+        ("recurrent.tv32.ilp2", {"tile_v": 32, "ilp": 2, "split": 2}, None),
+        ("recurrent.any", {"tile_v": 32, "of_another_version": 1}, None),
+        ("peer:other.any", {"tile_v": 32}, None),
+        ("recurrent.tv33.ilp2", {"tile_v": 32, "ilp": 2}, "recurrent.tv32.ilp2"),
+        ("recurrent.tv32", {"tile_v": 32, "ilp": 2}, "recurrent.tv32.ilp2"),
+        ("recurrent.tv2.ilp32", {"tile_v": 32, "ilp": 2}, "recurrent.tv32.ilp2"),
+        ("recurrent.tv32.ilp2.early", {"tile_v": 32, "ilp": 2, "early": False}, "recurrent.tv32.ilp2"),
+        ("wy.tv32.ilp2", {"tile_v": 32, "ilp": 2}, "recurrent.tv32.ilp2"),
+    ],
+)
+def test_what_ids_say(name, knobs, of):
+    """An id says each knob that has no default, and nothing that is not so; knobs and kernels of other versions are let be."""
+    variant = Variant("peer:other" if name.startswith("peer") else "recurrent", name, knobs)
+    if of is None:
+        kernels.check_names([variant], "t.json")
+        return
+    with pytest.raises(TableError, match=re.escape(f"t.json: $.variants[{name!r}].knobs are those of {of}: ")):
+        kernels.check_names([variant], "t.json")
+
+
+def test_a_malformed_table_is_refused(places):
+    """load_table of something that is no table raises, and names the file."""
+    (places / "x.json").write_text("{}")
+    with pytest.raises(TableError, match=r"x\.json"):
+        gdntune.load_table(places / "x.json")
+
+
+def test_bound_functions_follow_the_intervals(places):
+    """Below the boundary one function, from there on the other; both are loaded by load_all."""
+    path = places / "user" / device().slug / "gdn_decode.json"
+    table.save(a_table(device()), path)
+    bound = Runtime(device()).bind(CONTRACT)
+    bound.load_all()
+    assert bound.at(1) is bound.at(99)
+    assert bound.at(100) is bound.at(10**9)
+    assert bound.at(99) is not bound.at(100)
+    assert bound.choice(99).variant != bound.choice(100).variant
+
+
+def test_batch_invariant_is_one_variant(places):
+    """With batch_invariant one variant serves every size."""
+    table.save(a_table(device()), places / "user" / device().slug / "gdn_decode.json")
+    assert len(Runtime(device()).bind(CONTRACT, batch_invariant=True).choices) == 1
+
+
+def test_plan_and_prepare(places):
+    """plan loads one cell's function, prepare all of a contract's."""
+    bound = gdntune.plan(Problem(CONTRACT, 2, 2, 4), device="cpu")
+    assert callable(bound.at(8))
+    assert all(f is not None for f in gdntune.prepare(CONTRACT, device="cpu")._functions)
+
+
+def test_without_cuda_the_api_speaks_its_own_words(places, monkeypatch):
+    """Fault: a GPU's table on a host without CUDA, and plan and prepare without device=, were answered in a config's words."""
+    monkeypatch.setattr(arch, "cuda_fault", lambda index=0: "no CUDA device: none")
+    monkeypatch.setattr(ops, "runtime", dispatch.runtime.__wrapped__)
+    path = places / "given.json"
+    table.save(a_table(arch.target("sm_90a"), Contract(), "recurrent"), path)
+    with pytest.raises(ToolMissing) as e:
+        gdntune.load_table(path)
+    assert str(e.value) == (
+        f"{path} was measured on NVIDIA H100 80GB HBM3, of kind cuda: no CUDA device: none, or give a table of kind cpu; "
+        "`gdntune sweep` makes one"
+    )
+    calls = (
+        lambda: gdntune.plan(Problem(CONTRACT, 2, 2, 4)),
+        lambda: gdntune.prepare(CONTRACT),
+        lambda: gdntune.load_table(path, "cuda"),
+    )
+    for call in calls:
+        with pytest.raises(ToolMissing, match="^device='cuda': no CUDA device: none, or give device='cpu'$"):
+            call()
+
+
+def test_a_table_of_another_kind_of_device_is_refused(places, monkeypatch):
+    """Fault: a GPU's table given on a CPU was called stale, and each of its choices was a warning."""
+    path = places / "given.json"
+    table.save(a_table(arch.target("sm_90a"), Contract(), "recurrent"), path)
+    with pytest.raises(UnsupportedProblem, match="of kind cuda: accepted on .* are tables of kind cpu"):
+        Runtime(device()).use(path)
+    monkeypatch.setenv("GDNTUNE_TABLE", str(path))
+    with pytest.raises(UnsupportedProblem, match="of kind cuda"):
+        Runtime(device()).bind(CONTRACT)

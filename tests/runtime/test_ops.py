@@ -1,0 +1,613 @@
+"""The public functions on CPU tensors: what they compute, what they accept, what they refuse; on CUDA tensors where there are any."""
+
+import dataclasses
+import math
+import warnings
+from pathlib import Path
+
+import msgspec
+import numpy
+import pytest
+import torch
+from public import DEVICES, call, refused
+
+import gdntune
+from gdntune import problem
+from gdntune.checking.cases import make_case
+from gdntune.checking.check import Truth
+from gdntune.device import arch
+from gdntune.errors import BuildError, GdntuneError, ToolMissing, UnsupportedProblem
+from gdntune.objects.build import Built
+from gdntune.objects.store import Store
+from gdntune.problem import Contract, Problem
+from gdntune.runtime import arguments, dispatch, ops
+
+CONTRACTS = {
+    "T=1 pool": Contract(state_dtype="fp32"),
+    "T=3 bf16": Contract(tokens=3),
+    "rows": Contract(pool=False, tokens=2, state_dtype="fp32"),
+    "dense frozen": Contract(tokens=3, intermediate="dense", mode="frozen", state_dtype="fp32"),
+    "indexed update": Contract(tokens=2, intermediate="indexed", state_dtype="fp32"),
+    "slots accepted": Contract(tokens=3, intermediate="slots", accepted=True, mode="frozen", state_dtype="fp32"),
+    "slots update": Contract(tokens=2, intermediate="slots", mode="update", state_dtype="fp32"),
+    "ragged": Contract(tokens=4, ragged=True, state_dtype="fp32"),
+    "v_last log": Contract(
+        layout="v_last", gate="log", beta="given", state_dtype="fp32", gate_dtype="fp32", beta_dtype="fp32"
+    ),
+    "kda log": Contract(op="kda_decode", gate="log", beta="given", tokens=2, state_dtype="fp32"),
+    "kda softplus": Contract(op="kda_decode", gate="softplus", state_dtype="fp32"),
+    "kda lower_bound": Contract(op="kda_decode", gate="lower_bound", tokens=2, state_dtype="fp32"),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_public_call_agrees_with_the_reference(name, device):
+    """Each kind of call reaches a kernel that serves it, and every place it writes holds what the fp64 reference says."""
+    contract = CONTRACTS[name]
+    options = {"split": True, "padding": 0.3} if contract.pool else {}
+    truth = Truth(make_case(Problem(contract, 4, 2, 4), device, seed=3, **options))
+    case = truth.before.clone()
+    returned = call(case)
+    assert returned is case.output
+    truth.judge(case).require()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_write_index_defaults_to_the_read_index(device):
+    """Without output_state_indices the state is updated where it was read."""
+    truth = Truth(make_case(Problem(CONTRACTS["T=1 pool"], 3, 2, 4), device, seed=5))
+    case = truth.before.clone()
+    call(case, output_state_indices=None)
+    truth.judge(case).require()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_requests_is_no_work(device):
+    """B=0 returns an empty output at once."""
+    case = make_case(Problem(CONTRACTS["rows"], 2, 2, 4), device)
+    out = gdntune.gated_delta_rule_decode(
+        case.q[:0],
+        case.k[:0],
+        case.v[:0],
+        a=case.a[:0],
+        b=case.b[:0],
+        A_log=case.A_log,
+        dt_bias=case.dt_bias,
+        initial_state=case.state[:0],
+    )
+    assert out.shape == (0, 2, 4, 128)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed_decode_is_plain_decode(device):
+    """The call that vLLM and SGLang make: q, k, v in one tensor, 2-D gates, slot 0 as padding; the same bits as the plain call."""
+    contract = Contract(state_dtype="fp32")
+    case = make_case(Problem(contract, 4, 2, 4), device, packed_qkv=True, slots=8, null_index=0)
+    state = case.state.clone()
+    plain = call(case, output=None, output_state_indices=None)
+    mixed = torch.cat([x[:, 0].flatten(1) for x in (case.q, case.k, case.v)], -1)
+    packed = gdntune.gated_delta_rule_packed_decode(
+        mixed,
+        case.a[:, 0],
+        case.b[:, 0],
+        A_log=case.A_log,
+        dt_bias=case.dt_bias,
+        initial_state=state,
+        initial_state_indices=case.read_index,
+    )
+    assert torch.equal(packed, plain)
+    assert torch.equal(state, case.state)
+
+
+def int32(*shape):
+    """An index tensor of zeros."""
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # a prototype, says torch
+    NESTED = torch.nested.nested_tensor([torch.zeros(4), torch.zeros(3)])
+
+# contract, what is changed of its right call, and what the message says
+ONE, DENSE, SLOTS, RAGGED = "T=1 pool", "dense frozen", "slots accepted", "ragged"
+REFUSALS = {
+    # which arguments go together
+    "no gate": (ONE, {"A_log": None}, "A_log, a and dt_bias"),
+    "both gates": (ONE, {"g": torch.zeros(3, 1, 4)}, "g and A_log/a/dt_bias .* one of the two"),
+    "no beta": (ONE, {"b": None}, "beta: accepted is b .*logit"),
+    "both betas": (ONE, {"beta": torch.zeros(3, 1, 4)}, "beta: .* one of the two"),
+    "accepted without slots": (ONE, {"num_accepted_tokens": int32(3)}, "num_accepted_tokens without ssm_state_indices"),
+    "write index while frozen": (ONE, {"disable_state_update": True}, "output_state_indices with disable_state_update"),
+    "write index alone": ("rows", {"output_state_indices": int32(3)}, "output_state_indices without initial_state_indices"),
+    "buffer index alone": (ONE, {"intermediate_state_indices": int32(3)}, "intermediate_state_indices without intermediate_states_buffer"),
+    "read index with slots": (SLOTS, {"initial_state_indices": int32(3)}, "initial_state_indices with ssm_state_indices"),
+    "buffer with slots": (SLOTS, {"intermediate_states_buffer": torch.zeros(3, 3, 4, 128, 128)}, "intermediate_states_buffer with ssm_state_indices"),
+    "buffer index with slots": (SLOTS, {"intermediate_state_indices": int32(3)}, "intermediate_state_indices with ssm_state_indices"),
+    "max_tokens alone": (ONE, {"max_tokens": 4}, "max_tokens without cu_seqlens"),
+    # scalars
+    "max_tokens of none": (RAGGED, {"max_tokens": 0}, "max_tokens=0: accepted are 1 to 16"),
+    "max_tokens too large": (RAGGED, {"max_tokens": 17}, "max_tokens=17: accepted are 1 to 16"),
+    "layout": (ONE, {"state_layout": "k_first"}, "state_layout='k_first': accepted are k_last, v_last"),
+    "scale": (ONE, {"scale": "large"}, "scale='large': accepted is a finite number"),
+    "scale nan": (ONE, {"scale": math.nan}, "scale=nan: accepted is a finite number, or None"),
+    "scale inf": (ONE, {"scale": -math.inf}, "scale=-inf: accepted is a finite number"),
+    "scale beyond fp32": (ONE, {"scale": 1e39}, "scale=1e.39: accepted is .* within fp32's range"),
+    "scale of 400 digits": (ONE, {"scale": 10**400}, "scale=10*: accepted is .* within fp32's range"),
+    "scale of a tensor": (ONE, {"scale": torch.tensor(1.0)}, "scale is of type Tensor: accepted is a finite number"),
+    "scale of a list": (ONE, {"scale": [1.0]}, "scale is of type list: accepted is a finite number"),
+    "softplus_beta of none": (ONE, {"softplus_beta": 0.0}, "softplus_beta=0.0: accepted is a finite number above 0"),
+    "softplus_threshold nan": (ONE, {"softplus_threshold": math.nan}, "softplus_threshold=nan: accepted is a finite number from 0"),
+    "null_index of a half": (ONE, {"null_index": 0.5}, "null_index=0.5: accepted is an int"),
+    "null_index of 33 bits": (ONE, {"null_index": 2**32}, "null_index=4294967296: accepted is an int within int32"),
+    "l2norm of a word": (ONE, {"use_qk_l2norm": "false"}, "use_qk_l2norm='false': accepted are True and False"),
+    "neg_eigval of none": (ONE, {"allow_neg_eigval": None}, "allow_neg_eigval=None: accepted are True and False"),
+    "frozen of a list": ("rows", {"disable_state_update": [True]}, "disable_state_update is of type list: accepted are True and False"),
+    "frozen of a tensor": ("rows", {"disable_state_update": torch.ones(2)}, "disable_state_update is of type Tensor: accepted are True and"),
+    "batch_invariant of a number": (ONE, {"batch_invariant": 2}, "batch_invariant=2: accepted are True and False"),
+    "max_tokens of a word": (RAGGED, {"max_tokens": "4"}, "max_tokens='4': accepted are 1 to 16"),
+    "max_tokens of a half": (RAGGED, {"max_tokens": 1.5}, "max_tokens=1.5: accepted are 1 to 16"),
+    "layout of a list": (ONE, {"state_layout": ["k_last"]}, "state_layout is of type list: accepted are k_last, v_last"),
+    # dtypes
+    "index of bools": (ONE, {"initial_state_indices": torch.ones(3, dtype=torch.bool)}, "initial_state_indices has dtype torch.bool: .*int32.*int64"),
+    "index dtype": (ONE, {"initial_state_indices": torch.zeros(3)}, "initial_state_indices has dtype torch.float32: .*int32.*int64"),
+    "write index dtype": (ONE, {"output_state_indices": torch.zeros(3)}, "output_state_indices has dtype torch.float32"),
+    "slots dtype": (SLOTS, {"ssm_state_indices": torch.zeros(3, 3)}, "ssm_state_indices has dtype torch.float32"),
+    "accepted dtype": (SLOTS, {"num_accepted_tokens": torch.zeros(3)}, "num_accepted_tokens has dtype torch.float32"),
+    "cu_seqlens dtype": (RAGGED, {"cu_seqlens": torch.zeros(4)}, "cu_seqlens has dtype torch.float32"),
+    "state dtype": (ONE, {"initial_state": torch.zeros(3, 4, 128, 128, dtype=torch.float64)}, "initial_state has dtype torch.float64: accepted are torch.bfloat16"),
+    "output dtype": (ONE, {"output": torch.zeros(3, 1, 4, 128)}, "output has dtype torch.float32: accepted is q's, torch.bfloat16"),
+    "buffer dtype": (DENSE, {"intermediate_states_buffer": torch.zeros(3, 3, 4, 128, 128).bfloat16()}, "intermediate_states_buffer has dtype torch.bfloat16: accepted is initial_state's"),
+    "A_log dtype": (ONE, {"A_log": torch.zeros(4, dtype=torch.float64)}, "A_log has dtype torch.float64: accepted are"),
+    "dt_bias dtype": (ONE, {"dt_bias": torch.zeros(4, dtype=torch.float64)}, "dt_bias has dtype torch.float64: accepted are"),
+    "b dtype": (ONE, {"b": torch.zeros(3, 1, 4, dtype=torch.int32)}, "b has dtype torch.int32: accepted are"),
+    # shapes
+    "index length": (ONE, {"initial_state_indices": int32(2)}, r"initial_state_indices has shape \(2,\).*\[3\]"),
+    "index rank": (ONE, {"initial_state_indices": int32(3, 1)}, r"initial_state_indices has shape \(3, 1\).*\[3\]"),
+    "write index length": (ONE, {"output_state_indices": int32(4)}, r"output_state_indices has shape \(4,\).*\[3\]"),
+    "slots rank": (SLOTS, {"ssm_state_indices": int32(3)}, r"ssm_state_indices has shape \(3,\) for T=3: accepted is \[B, 1\+S\]"),
+    "slots columns": (SLOTS, {"ssm_state_indices": int32(3, 2)}, r"ssm_state_indices has shape \(3, 2\) for T=3"),
+    "slots rows": (SLOTS, {"ssm_state_indices": int32(2, 3)}, r"ssm_state_indices has shape \(2, 3\).*\[3, 1\+S\]"),
+    "accepted length": (SLOTS, {"num_accepted_tokens": int32(4)}, r"num_accepted_tokens has shape \(4,\).*\[3\]"),
+    "state rank": (ONE, {"initial_state": torch.zeros(3, 4, 128)}, r"initial_state has shape \(3, 4, 128\)"),
+    "state heads": (ONE, {"initial_state": torch.zeros(3, 5, 128, 128)}, r"initial_state has shape \(3, 5, 128, 128\).*\[slots, 4, 128, 128\]"),
+    "state K": (ONE, {"initial_state": torch.zeros(3, 4, 128, 64)}, r"initial_state has shape \(3, 4, 128, 64\).*\[slots, 4, 128, 128\]"),
+    "state rows": ("rows", {"initial_state": torch.zeros(5, 4, 128, 128)}, "initial_state has 5 rows for 3 requests"),
+    "A_log size": (ONE, {"A_log": torch.zeros(3)}, r"A_log has shape \(3,\).*\[4\]"),
+    "A_log of a q/k head": (ONE, {"A_log": torch.zeros(2)}, r"A_log has shape \(2,\).*\[4\]"),
+    "A_log of no dimension": (ONE, {"A_log": torch.tensor(0.0)}, r"A_log has shape \(\).*\[4\]"),
+    "dt_bias of a q/k head": (ONE, {"dt_bias": torch.zeros(2)}, r"dt_bias \(2,\).*\[4\]"),
+    "b shape": (ONE, {"b": torch.zeros(3, 4)}, r"b has shape \(3, 4\).*\[3, 1, 4\]"),
+    "output shape": (ONE, {"output": torch.zeros(3, 1, 5, 128).bfloat16()}, r"output has shape \(3, 1, 5, 128\).*\[3, 1, 4, 128\]"),
+    "buffer rank": (DENSE, {"intermediate_states_buffer": torch.zeros(3, 3, 4, 128)}, r"intermediate_states_buffer has shape \(3, 3, 4, 128\)"),
+    "buffer steps": (DENSE, {"intermediate_states_buffer": torch.zeros(3, 2, 4, 128, 128)}, "intermediate_states_buffer has shape .* at least 3 steps"),
+    "buffer rows": (DENSE, {"intermediate_states_buffer": torch.zeros(2, 3, 4, 128, 128)}, "intermediate_states_buffer has shape .* at least 3 rows"),
+    "buffer heads": (DENSE, {"intermediate_states_buffer": torch.zeros(3, 3, 5, 128, 128)}, r"intermediate_states_buffer has shape .*\[rows, steps, 4, 128, 128\]"),
+    "cu_seqlens rank": (RAGGED, {"cu_seqlens": int32(4, 1)}, r"cu_seqlens has shape \(4, 1\): accepted is \[B\+1\]"),
+    "cu_seqlens of no dimension": (RAGGED, {"cu_seqlens": torch.tensor(3)}, r"cu_seqlens has shape \(\): accepted is \[B\+1\]"),
+    "cu_seqlens of none": (RAGGED, {"cu_seqlens": int32(0)}, r"cu_seqlens has shape \(0,\): accepted is \[B\+1\]"),
+    "cu_seqlens of more requests": (RAGGED, {"cu_seqlens": int32(6)}, r"initial_state_indices has shape \(3,\) for cu_seqlens of 5 requests"),
+    "buffer rows of ragged": (RAGGED, {"intermediate_states_buffer": torch.zeros(3, 4, 4, 128, 128), "intermediate_state_indices": int32(2)}, r"intermediate_state_indices has shape \(2,\) for cu_seqlens of 3 requests"),
+    "slots of ragged": (RAGGED, {"initial_state_indices": None, "output_state_indices": None, "ssm_state_indices": int32(4, 4)}, r"ssm_state_indices has shape \(4, 4\) for cu_seqlens of 3 requests"),
+    # no tensors
+    "state of a list": (ONE, {"initial_state": [0.0]}, "initial_state is of type list: accepted is a torch.Tensor"),
+    "no state": (ONE, {"initial_state": None}, "initial_state is of type NoneType: accepted is a torch.Tensor"),
+    "A_log of a number": (ONE, {"A_log": 1.0}, "A_log is of type float: accepted is a torch.Tensor"),
+    "b of a list": (ONE, {"b": [1.0]}, "b is of type list: accepted is a torch.Tensor"),
+    "index of a list": (ONE, {"initial_state_indices": [0, 1, 2]}, "initial_state_indices is of type list: accepted is a torch.Tensor"),
+    "write index of a list": (ONE, {"output_state_indices": [0, 1, 2]}, "output_state_indices is of type list: accepted is a torch.Tensor"),
+    "slots of a list": (SLOTS, {"ssm_state_indices": [[0, 1, 2]] * 3}, "ssm_state_indices is of type list: accepted is a torch.Tensor"),
+    "bounds of a list": (RAGGED, {"cu_seqlens": [0, 4, 8, 12]}, "cu_seqlens is of type list: accepted is a torch.Tensor"),
+    "index of ragged": (RAGGED, {"initial_state_indices": [0, 1, 2]}, "initial_state_indices is of type list: accepted is a torch.Tensor"),
+    "buffer of a list": (DENSE, {"intermediate_states_buffer": [0.0]}, "intermediate_states_buffer is of type list: accepted is a torch.Tensor"),
+    "output of a word": (ONE, {"output": "new"}, "output is of type str: accepted is a torch.Tensor"),
+    "state of an array": (ONE, {"initial_state": torch.zeros(3, 4, 128, 128).numpy()}, "initial_state is of type ndarray: accepted is a torch.Tensor"),
+    "A_log of an array": (ONE, {"A_log": torch.zeros(4).numpy()}, "A_log is of type ndarray: accepted is a torch.Tensor"),
+    "state of no dimension": ("rows", {"initial_state": torch.tensor(0.0)}, r"initial_state has shape \(\): accepted are \[slots, HV, V, K\]"),
+    "b sparse": (ONE, {"b": torch.zeros(3, 1, 4).bfloat16().to_sparse()}, "b is a torch.sparse_coo tensor: accepted are dense ones"),
+    "A_log nested": (ONE, {"A_log": NESTED}, "A_log is a nested tensor: accepted are dense ones"),
+    # gradients
+    "state with a gradient": (ONE, {"initial_state": torch.zeros(3, 4, 128, 128, requires_grad=True)}, "^initial_state: requires_grad is set .*inference_mode"),
+    "b with a gradient": (ONE, {"b": torch.zeros(3, 1, 4, dtype=torch.bfloat16, requires_grad=True)}, "^b: requires_grad is set"),
+    # strides and devices
+    "state strided inside": (ONE, {"initial_state": torch.zeros(3, 4, 128, 256)[..., ::2]}, "initial_state .* contiguous inner"),
+    "state with its heads apart": (ONE, {"initial_state": torch.zeros(3, 4, 128, 256)[..., :128]}, "initial_state .* contiguous inner"),
+    "buffer transposed inside": (DENSE, {"intermediate_states_buffer": torch.zeros(3, 3, 4, 128, 128).transpose(-1, -2)}, "intermediate_states_buffer .* contiguous inner"),
+    "output strided inside": (ONE, {"output": torch.zeros(3, 1, 4, 256).bfloat16()[..., ::2]}, "output .* contiguous inner"),
+    "another device": (ONE, {"initial_state": torch.zeros(3, 4, 128, 128, device="meta")}, "initial_state .* on meta: accepted is a tensor on cpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["first", "later"])
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals_name_the_argument(name, when):
+    """Every refusal is an UnsupportedProblem (a ValueError) that names the argument, what was given and what is accepted.
+
+    On the first call, and after right ones, which find their function bound and pass no check of a contract.
+    """
+    kind, changes, match = REFUSALS[name]
+    ops._BOUND.clear()
+    if when == "later":
+        call(make_case(Problem(CONTRACTS[kind], 3, 2, 4), "cpu"))
+    refused(match, call, make_case(Problem(CONTRACTS[kind], 3, 2, 4), "cpu"), **changes)
+
+
+FLOW = {
+    "q rank": ({"q": lambda x: x[0]}, r"q has shape \(1, 2, 128\).*\[B, T, H, K\]"),
+    "v rank": ({"v": lambda x: x[None]}, r"v \(1, 3, 1, 4, 128\).*\[B, T, HV, V\]"),
+    "k batch": ({"k": lambda x: x[:2]}, r"k has shape \(2, 1, 2, 128\).*\[3, 1, 2, 128\]"),
+    "k heads": ({"k": lambda x: x[:, :, :1]}, r"k has shape \(3, 1, 1, 128\).*\[3, 1, 2, 128\]"),
+    "k dtype": ({"k": lambda x: x.float()}, "k has dtype torch.float32: accepted is q's, torch.bfloat16"),
+    "v dtype": ({"v": lambda x: x.half()}, "v has dtype torch.float16: accepted is q's, torch.bfloat16"),
+    "q dtype": ({"q": lambda x: x.double()}, "q has dtype torch.float64: accepted are"),
+    "q strided inside": ({"q": lambda x: torch.cat((x, x), -1)[..., ::2]}, "q .* contiguous inner"),
+    "q device": ({"q": lambda x: x.to("meta")}, "tensors are on meta: accepted are cuda and cpu"),
+    "a shape": ({"a": lambda x: x[:2]}, r"a has shape \(2, 1, 4\).*\[3, 1, 4\]"),
+    "a dtype": ({"a": lambda x: x.int()}, "a has dtype torch.int32: accepted are"),
+    "q of a list": ({"q": lambda x: x.tolist()}, "q is of type list: accepted is a torch.Tensor"),
+    "k of none": ({"k": lambda x: None}, "k is of type NoneType: accepted is a torch.Tensor"),
+    "a of a list": ({"a": lambda x: x.tolist()}, "a is of type list: accepted is a torch.Tensor"),
+    "q with a gradient": (dict.fromkeys("qk", lambda x: x.requires_grad_()), "^q, k: requires_grad is set and gradients are on"),
+    "requests": (dict.fromkeys("qkvab", lambda x: x[:1].expand(65536, *x.shape[1:])), "65536 requests: accepted are at most 65535 a call"),
+    "T of none": (dict.fromkeys("qkvab", lambda x: x[:, :0]), "tokens=0: accepted are 1 to 16"),
+    "T too large": (dict.fromkeys("qkvab", lambda x: x.repeat_interleave(17, 1)), "tokens=17: accepted are 1 to 16"),
+    "V": ({"v": lambda x: x[..., :48]}, "V=48: accepted are multiples of 32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOW)
+def test_refusals_of_what_flows(name):
+    """As above for q, k, v and the gates, which the public call takes by position."""
+    changes, match = FLOW[name]
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
+    for field, change in changes.items():
+        setattr(case, field, change(getattr(case, field)))
+    refused(match, call, case, output=None)
+
+
+def test_refusals_hold_on_later_calls():
+    """Fault: what a compiled call does not tie was refused on the first call alone: later ones find their function bound."""
+    case = make_case(Problem(CONTRACTS[RAGGED], 3, 2, 4), "cpu")
+    call(case)
+    refused("k has dtype", call, dataclasses.replace(case, k=case.k.float()))
+    twice = {name: torch.cat([getattr(case, name)] * 2) for name in "qkvab"}
+    refused(r"q has shape \(2, .*packed rows", call, dataclasses.replace(case, **twice), output=None)
+    refused("cu_seqlens of 2 requests", call, case, cu_seqlens=case.cu_seqlens[:3])
+
+
+def packed(**changes):
+    """A packed call of 3 requests, H=2, HV=4, K=V=128, with some arguments changed."""
+    arguments = {
+        "mixed_qkv": torch.zeros(3, 2 * 2 * 128 + 4 * 128, dtype=torch.bfloat16),
+        "a": torch.zeros(3, 4),
+        "b": torch.zeros(3, 4),
+        "A_log": torch.zeros(4),
+        "dt_bias": torch.zeros(4),
+        "initial_state": torch.zeros(5, 4, 128, 128),
+        "initial_state_indices": int32(3),
+    }
+    return gdntune.gated_delta_rule_packed_decode(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"mixed_qkv": torch.zeros(3, 1, 1024)}, r"mixed_qkv has shape \(3, 1, 1024\).*\[B, 2\*H\*K \+ HV\*V\]"),
+        ({"a": torch.zeros(3, 1, 4)}, r"a \(3, 1, 4\).*\[B, HV\]"),
+        ({"b": torch.zeros(3, 1, 4)}, r"initial_state \(5, 4, 128, 128\): accepted"),
+        ({"initial_state": torch.zeros(5, 4, 128)}, r"initial_state \(5, 4, 128\): accepted"),
+        ({"mixed_qkv": torch.zeros(3, 1000)}, r"1000 columns with HV=4, K=128, V=128: accepted are 2\*H\*K \+ HV\*V"),
+        ({"mixed_qkv": torch.zeros(3, 512)}, "512 columns"),
+        ({"mixed_qkv": torch.zeros(3, 3 * 256 + 512)}, "HV=4 heads and q H=3: HV must be a multiple of H"),
+        ({"initial_state": torch.zeros(5, 4, 128, 0)}, "1024 columns with HV=4, K=0"),
+        ({"initial_state": torch.zeros(5, 3, 128, 128)}, r"initial_state has shape \(5, 3, 128, 128\).*\[slots, 4, 128, 128\]"),
+        ({"state_layout": "both"}, "state_layout='both': accepted are k_last, v_last"),
+        ({"A_log": torch.zeros(2)}, r"A_log has shape \(2,\).*\[4\]"),
+        ({"initial_state_indices": torch.zeros(3)}, "initial_state_indices has dtype torch.float32"),
+        ({"mixed_qkv": [0.0]}, "mixed_qkv is of type list: accepted is a torch.Tensor"),
+        ({"mixed_qkv": None}, "mixed_qkv is of type NoneType: accepted is a torch.Tensor"),
+        ({"b": "b"}, "b is of type str: accepted is a torch.Tensor"),
+        ({"dt_bias": None}, "dt_bias is of type NoneType: accepted is a torch.Tensor"),
+        ({"initial_state_indices": None, "initial_state": torch.zeros(3, 4, 128, 128)}, "initial_state_indices is of type NoneType: accepted"),
+        ({"scale": math.nan}, "scale=nan: accepted is a finite number"),
+        ({"state_layout": []}, "state_layout is of type list: accepted are k_last, v_last"),
+    ],
+)  # fmt: skip
+def test_refusals_of_the_packed_call(changes, match):
+    """As above for the call that takes q, k and v in one tensor."""
+    refused(match, packed, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes, sizes, match",
+    [
+        ({}, (0, 2, 4), "B=0: accepted are integers from 1"),
+        ({}, (1, 3, 4), "HV=4, H=3: HV must be a multiple of H"),
+        ({"K": 80}, (1, 2, 4), "K=80: accepted are 64, 96, 128, 256"),
+        ({"V": 544}, (1, 2, 4), "V=544: accepted are multiples of 32 from 32 to 512"),
+        ({"tokens": 17}, (1, 2, 4), "tokens=17: accepted are 1 to 16"),
+        ({"gate": "softplus"}, (1, 2, 4), "gate='softplus' with op=gdn_decode: accepted are raw, log"),
+        ({"state_dtype": "fp8"}, (1, 2, 4), "state_dtype='fp8': accepted are bf16, fp16, fp32"),
+        ({"accepted": True}, (1, 2, 4), "num_accepted_tokens goes with 'slots' alone"),
+        ({"intermediate": "slots", "pool": False}, (1, 2, 4), "intermediate='slots' without a pool"),
+        ({}, ("1", 2, 4), "B='1': accepted is int"),
+        ({}, (1, 2, 4.0), "HV=4.0: accepted is int"),
+        ({"tokens": "1"}, (1, 2, 4), "tokens='1': accepted is int"),
+        ({"V": [128]}, (1, 2, 4), "V is of type list: accepted is int"),
+        ({"pool": "no"}, (1, 2, 4), "pool='no': accepted is bool"),
+        ({"layout": None}, (1, 2, 4), "layout=None: accepted are k_last, v_last"),
+    ],
+)
+def test_refusals_of_plan_and_prepare(changes, sizes, match):
+    """A problem or a contract that no call can have is refused before anything is compiled."""
+    contract = Contract().replace(**changes)
+    refused(match, gdntune.plan, Problem(contract, *sizes), "cpu")
+    if changes:
+        refused(match, gdntune.prepare, contract, "cpu")
+
+
+def test_a_device_that_no_kernel_knows():
+    """plan and prepare say which devices there are."""
+    refused("device='tpu': accepted are 'cuda' and 'cpu'", gdntune.plan, Problem(Contract(), 1, 2, 4), "tpu")
+    refused("device='tpu': accepted are 'cuda' and 'cpu'", gdntune.prepare, Contract(), "tpu")
+
+
+@pytest.mark.parametrize(
+    "public, given, match",
+    [
+        (gdntune.plan, ("x", "cpu"), "the problem is of type str: accepted is a gdntune.Problem"),
+        (gdntune.plan, (Contract(), "cpu"), "the problem is of type Contract: accepted is a gdntune.Problem"),
+        (gdntune.plan, (Problem({}, 1, 2, 4), "cpu"), "the contract is of type dict: accepted is a gdntune.Contract"),
+        (gdntune.plan, (Problem(Contract(), 1, 2, 4), torch.device("cpu")), "device is of type device: accepted are 'cuda' and 'cpu'; index="),
+        (gdntune.plan, (Problem(Contract(), 1, 2, 4), "cpu", 1), "index=1: accepted is 0 on the CPU"),
+        (gdntune.plan, (Problem(Contract(), 1, 2, 4), "cuda", "0"), "index='0': accepted is an int from 0"),
+        (gdntune.prepare, ("x", "cpu"), "the contract is of type str: accepted is a gdntune.Contract"),
+        (gdntune.prepare, ([], "cpu"), "the contract is of type list: accepted is a gdntune.Contract"),
+        (gdntune.prepare, (Contract(), []), "device is of type list: accepted are"),
+        (gdntune.load_table, (123,), "path is of type int: accepted is a str or a pathlib.Path"),
+        (gdntune.load_table, (None,), "path is of type NoneType: accepted is a str or a pathlib.Path"),
+        (gdntune.load_table, ("x.json", "cpu:0"), "device='cpu:0': accepted are 'cuda' and 'cpu'"),
+    ],
+)  # fmt: skip
+def test_refusals_of_wrong_types(public, given, match):
+    """What is no Problem, Contract, path or device at all is refused in the same way."""
+    refused(match, public, *given)
+
+
+def test_numbers_of_numpy_and_flags_of_numbers():
+    """What is as good as a Python number is accepted: numpy's scalars, 0 and 1 as flags."""
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
+    alike, state = call(case.clone(), output=None), numpy.float32(case.scale)
+    assert torch.equal(
+        call(case, output=None, scale=state, null_index=numpy.int64(-1), use_qk_l2norm=numpy.True_), alike
+    )
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_gradients_that_are_off(off):
+    """Tensors of a model whose parameters require a gradient are as good as others where gradients are off."""
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
+    alike = call(case.clone(), output=None)
+    with off():
+        assert torch.equal(call(dataclasses.replace(case, q=case.q.requires_grad_()), output=None), alike)
+
+
+def test_no_heads_are_no_work(monkeypatch):
+    """Fault: HV=0 was launched, by the last interval's function, and a launch of no blocks is an error on CUDA."""
+    monkeypatch.setattr(dispatch.Bound, "at", None)
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
+    none = {n: getattr(case, n)[:, :, :0] for n in "vab"}
+    changes = {"initial_state": case.state[:, :0], "A_log": case.A_log[:0], "dt_bias": case.dt_bias[:0], "output": None}
+    assert call(dataclasses.replace(case, **none), **changes).shape == (3, 1, 0, 128)
+
+
+def test_what_is_no_fault_of_the_arguments_passes_through(monkeypatch):
+    """Fault: a missing compiler, a RuntimeError too, was reported as a failed call, without its type and its remedy."""
+    case = make_case(Problem(CONTRACTS["T=1 pool"], 3, 2, 4), "cpu")
+    for error in (ToolMissing("no compiler"), BuildError("does not compile")):
+
+        def at(self, work_units, error=error):
+            raise error
+
+        monkeypatch.setattr(dispatch.Bound, "at", at)
+        with pytest.raises(type(error), match=str(error)):
+            call(case)
+
+    def fails(*arguments):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(dispatch.Bound, "at", lambda self, work_units: fails)
+    with pytest.raises(GdntuneError, match="gdn_decode failed: RuntimeError: out of luck") as caught:
+        call(case)
+    assert not isinstance(caught.value, UnsupportedProblem)
+
+
+def test_what_a_compiled_call_says_is_passed_on(monkeypatch):
+    """A refusal that no argument explains is a refusal all the same, with the compiled call's words."""
+
+    def odd(*arguments):
+        raise ValueError("q is odd")
+
+    monkeypatch.setattr(dispatch.Bound, "at", lambda self, work_units: odd)
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
+    refused("the compiled gdn_decode refused its arguments: q is odd", call, case)
+
+
+def test_faults_of_a_call_by_convention():
+    """What the public functions find before they call, said of a call by the kernels' convention too: no tensor, dtypes, rows of KDA."""
+    case = make_case(Problem(CONTRACTS["kda softplus"], 3, 2, 4), "cpu")
+
+    def fault(**changes):
+        return refused(".", arguments.check_values, case.contract, dataclasses.replace(case, **changes).arguments())
+
+    assert fault(read_index=None) == "initial_state_indices is None: accepted is a tensor [3]"
+    assert fault(v=case.v.float()) == "v has dtype torch.float32: accepted is q's, torch.bfloat16"
+    said = fault(A_log=torch.zeros(3))
+    assert "A_log has shape (3,)" in said and "one row a value head or one a q/k head, [2, 4]" in said
+
+
+def test_only_what_was_passed_is_named():
+    """Fault: wrong initial_state_indices were refused a second time as output_state_indices, which the caller had not passed."""
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
+    case.write_index = None
+    said = refused("initial_state_indices has shape", call, case, initial_state_indices=int32(2))
+    assert "output_state_indices" not in said and said.count("accepted") == 1
+    both = refused(".", call, case, initial_state_indices=int32(2), output_state_indices=int32(4))
+    assert "output_state_indices has shape (4,)" in both
+
+
+@pytest.mark.parametrize("public", [gdntune.plan, gdntune.prepare, call], ids=["plan", "prepare", "call"])
+def test_a_variant_that_does_not_compile(public, monkeypatch):
+    """Compiling on first use fails by name and reason."""
+    contract = Contract(K=64, V=32, state_dtype="fp16", beta="given", gate="log", layout="v_last", mode="frozen")
+    problem = Problem(contract, 1, 1, 1)
+
+    def compiled(specs, store, **options):
+        return [Built(spec, None, "no room") for spec, _ in specs]
+
+    monkeypatch.setattr(dispatch, "compile_objects", compiled)
+    monkeypatch.setattr(dispatch, "runtime", lambda *_: dispatch.Runtime(arch.detect("cpu"), Store(Path("/nowhere"))))
+    monkeypatch.setattr(ops, "runtime", dispatch.runtime)
+    ops._BOUND.clear()
+    given = {gdntune.plan: (problem, "cpu"), gdntune.prepare: (contract, "cpu")}.get(public) or (
+        make_case(problem, "cpu"),
+    )
+    with pytest.raises(BuildError, match="gdntune_cpu_recurrent_.* does not compile: no room"):
+        public(*given)
+    ops._BOUND.clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "field, change, match",
+    [
+        ("q", lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape), "q .* address .* is not a multiple of 16 bytes"),
+        ("v", lambda x: torch.cat((x, x[..., :1, :]), -2).flatten(-2)[..., 1 : 1 + 4 * 128].unflatten(-1, (4, 128)), "v .* is not a multiple of 16 bytes"),
+        ("state", lambda x: torch.cat((x.flatten(1), x.flatten(1)[:, :1]), 1)[:, :-1].unflatten(1, x.shape[1:]), "initial_state .* stride .* is not a multiple of 16 bytes"),
+    ],
+)  # fmt: skip
+def test_refusals_of_what_cannot_be_loaded_at_once(field, change, match):
+    """On a GPU: addresses and strides that are no multiple of 16 bytes are refused by name, not read wrongly."""
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cuda")
+    setattr(case, field, change(getattr(case, field)))
+    refused(match, call, case)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    """HV must be a multiple of H: the compiled call cannot check it, and would divide by zero or read beyond q."""
+    case = make_case(Problem(CONTRACTS["T=1 pool"], 3, 2, 4), "cpu")
+    case.q, case.k = (torch.cat([x, x[:, :, :1]], 2) for x in (case.q, case.k))
+    refused("HV=4.*H=3.*multiple", call, case)
+
+
+def test_head_sizes_that_no_kernel_serves_are_refused():
+    """A head size that is not served is refused, never served in part."""
+    case = make_case(Problem(CONTRACTS["T=1 pool"], 3, 2, 4), "cpu")
+    case.q, case.k = case.q[..., :80], case.k[..., :80]
+    refused("K=80: accepted are 64, 96, 128, 256", call, case, initial_state=torch.zeros(3, 4, 128, 80))
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """GDNTUNE_CHECK=1 for one test."""
+    monkeypatch.setenv("GDNTUNE_CHECK", "1")
+    ops._checking.cache_clear()
+    yield
+    monkeypatch.undo()
+    ops._checking.cache_clear()
+
+
+# each of the contract's case with B=3 and distinct slots in order
+VALUES = {
+    "slot outside": (ONE, {"initial_state_indices": [0, 1, 99]}, r"initial_state_indices\[2\] is 99: accepted are 0 to 2"),
+    "written slot outside": (ONE, {"output_state_indices": [0, 1, 3]}, r"output_state_indices\[2\] is 3: accepted are 0 to 2"),
+    "slot written twice": (ONE, {"output_state_indices": [0, 1, 1]}, r"output_state_indices\[2\] is 1, as is .*two requests would write one slot"),
+    "slot read and written": (ONE, {"output_state_indices": [1, 0, 2]}, r"output_state_indices\[1\] is 0, the slot that request 0 starts from"),
+    "column outside": (SLOTS, {"ssm_state_indices": [[0, 1, 2], [3, 4, 5], [6, 7, 9]]}, r"ssm_state_indices\[2\] is 9: accepted are 0 to 8 .*row 2"),
+    "column written twice": (SLOTS, {"ssm_state_indices": [[0, 1, 2], [3, 4, 5], [6, 7, 4]]}, r"ssm_state_indices\[2, 2\] is 4, as is ssm_state_indices\[1, 1\]"),
+    "accepted too many": (SLOTS, {"num_accepted_tokens": [1, 2, 4]}, r"num_accepted_tokens\[2\] is 4: accepted are 0 to 3"),
+    "accepted negative": (SLOTS, {"num_accepted_tokens": [1, -1, 3]}, r"num_accepted_tokens\[1\] is -1: accepted are 0 to 3"),
+    "row outside": ("indexed update", {"intermediate_state_indices": [0, 1, 3]}, r"intermediate_state_indices\[2\] is 3: accepted are 0 to 2"),
+    "row written twice": ("indexed update", {"intermediate_state_indices": [0, 1, 1]}, "intermediate_state_indices names a row twice"),
+    "bounds from elsewhere": (RAGGED, {"cu_seqlens": [1, 4, 8, 12]}, "cu_seqlens runs from 1 to 12: accepted is from 0"),
+    "bounds beyond": (RAGGED, {"cu_seqlens": [0, 4, 8, 13]}, "cu_seqlens runs from 0 to 13: accepted is .*12 rows"),
+    "bounds backwards": (RAGGED, {"cu_seqlens": [0, 4, 3, 7]}, "cu_seqlens gives request 1 -1 tokens: accepted are 0 to max_tokens=4"),
+    "too many tokens": (RAGGED, {"cu_seqlens": [0, 5, 8, 12]}, "cu_seqlens gives request 0 5 tokens: accepted are 0 to max_tokens=4"),
+    "64 bits": (ONE, {"initial_state_indices": [0, 1, 2**32 + 2]}, "initial_state_indices has values from 0 to 4294967298: accepted are those of int32"),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("name", VALUES)
+def test_checked_mode_reads_what_lies_on_the_device(name):
+    """GDNTUNE_CHECK=1 raises for what a kernel clamps, or leaves to chance."""
+    kind, changes, match = VALUES[name]
+    case = make_case(Problem(CONTRACTS[kind], 3, 2, 4), "cpu", permute=False)
+    tensors = {field: torch.tensor(x) for field, x in changes.items()}
+    assert "found by GDNTUNE_CHECK=1" in refused(match, call, case, **tensors)
+
+
+@pytest.mark.usefixtures("checked")
+def test_checked_mode_names_what_was_passed():
+    """Fault: a slot that initial_state_indices names twice was called one of output_state_indices, which the caller had not passed."""
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu", permute=False)
+    case.write_index = None
+    match = r"^initial_state_indices\[2\] is 1, as is initial_state_indices\[1\]: two requests would write one slot"
+    refused(match, call, case, initial_state_indices=torch.tensor([0, 1, 1]))
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("name", ["initial_state", "output"])
+def test_checked_mode_refuses_rows_of_one_memory(name):
+    """A tensor made by expand() would be written by all requests at once."""
+    case = make_case(Problem(CONTRACTS["rows"], 3, 2, 4), "cpu")
+    whole = case.state if name == "initial_state" else case.output
+    refused(
+        f"{name} has stride 0 at dimension 0, of size 3.*clone", call, case, **{name: whole[:1].expand(whole.shape)}
+    )
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_checked_mode_lets_right_calls_pass(name):
+    """A right call, padding and lengths of 0 among its requests, gives with GDNTUNE_CHECK=1 what it gives without."""
+    contract = CONTRACTS[name]
+    options = {"split": True, "padding": 0.3, "null_index": 0, "index_dtype": torch.int64} if contract.pool else {}
+    if contract.ragged:
+        options["lengths"] = [0, 4, 1, 2]
+    truth = Truth(make_case(Problem(contract, 4, 2, 4), "cpu", seed=4, **options))
+    case = truth.before.clone()
+    call(case)
+    truth.judge(case).require()
+
+
+@pytest.mark.usefixtures("checked")
+def test_checked_mode_refuses_shapes_in_the_same_words():
+    """What a compiled call would refuse is found before it is called."""
+    case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
+    refused(r"initial_state_indices has shape \(2,\).*\[3\]", call, case, initial_state_indices=int32(2))
+
+
+def test_batch_invariant_gives_the_same_bits_in_any_batch():
+    """A token decoded alone and in a batch of many has the same bits with batch_invariant=True."""
+    case = make_case(Problem(CONTRACTS["rows"], 16, 2, 4), "cpu")
+    alone = case.clone()
+    whole = call(case, output=None, batch_invariant=True)
+    one = ("q", "k", "v", "a", "b", "state")
+    for name in one:
+        setattr(alone, name, getattr(alone, name)[5:6])
+    assert torch.equal(call(alone, output=None, batch_invariant=True), whole[5:6])
+
+
+def test_docstrings_say_what_is_static():
+    """Each argument of the public functions stands in the docstring, which says what is compiled in and what is not."""
+    for function in (gdntune.gated_delta_rule_decode, gdntune.kda_decode, gdntune.gated_delta_rule_packed_decode):
+        text = function.__doc__ + gdntune.gated_delta_rule_decode.__doc__
+        names = function.__code__.co_varnames[: function.__code__.co_argcount + function.__code__.co_kwonlyargcount]
+        assert [n for n in names if n not in text] == []
+        assert "tatic" in text
+
+
+def test_contract_fields_are_documented():
+    """Every field of Contract is explained in its docstring."""
+    assert [f.name for f in msgspec.structs.fields(problem.Contract) if f.name not in problem.Contract.__doc__] == []

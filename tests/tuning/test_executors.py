@@ -1,0 +1,219 @@
+"""gdntune/executors.py: workers, and how jobs are shared out among them."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from gdntune.errors import MeasurementError
+from gdntune.objects import processes
+from gdntune.tuning.executors import Child, Crashed, on_each, share_out
+
+
+class Fake:
+    """A worker whose jobs run in this process."""
+
+    def __init__(self, name):
+        self.name, self.closed, self.at_work = name, threading.Event(), False
+
+    def run(self, function, *args, timeout):
+        """The function's result."""
+        assert not self.at_work, "two jobs at a time on one device"
+        self.at_work = True
+        try:
+            return function(self, *args)
+        finally:
+            self.at_work = False
+
+    def close(self):
+        """What a job may wait for."""
+        self.closed.set()
+
+
+def job(n, seconds=0.0, fails=False):
+    """A job that gives its number and its worker's name."""
+
+    def call(worker):
+        def task(_):
+            time.sleep(seconds)
+            if fails:
+                raise MeasurementError(f"job {n}")
+            return n, worker.name
+
+        return worker.run(task, timeout=1)
+
+    return call
+
+
+def test_every_job_once():
+    """All jobs are done, each once, one at a time on a device, by all of them."""
+    workers = [Fake("a"), Fake("b"), Fake("c")]
+    results = list(share_out(workers, (job(n, 0.005) for n in range(30))))
+    assert sorted(n for n, _ in results) == list(range(30))
+    assert {name for _, name in results} == {"a", "b", "c"}
+    assert not any(w.closed.is_set() for w in workers)
+
+
+def test_one_worker_keeps_the_order():
+    """With one device the journal is in the order of the plan."""
+    assert [n for n, _ in share_out([Fake("a")], (job(n) for n in range(20)))] == list(range(20))
+
+
+def test_a_slow_job_holds_nobody_up():
+    """The other devices go on with the next jobs while one is long at work."""
+    results = list(share_out([Fake("a"), Fake("b")], iter([job(0, 0.3), *(job(n, 0.01) for n in range(1, 8))])))
+    assert results[-1] == (0, "a")
+    assert {name for n, name in results if n} == {"b"}
+
+
+def test_jobs_are_made_late():
+    """A job is made when a device is free and all earlier results were taken: what they showed holds for it."""
+    seen, made = [], []
+
+    def jobs():
+        for n in range(6):
+            made.append((n, list(seen)))
+            yield job(n)
+
+    for n, _ in share_out([Fake("a")], jobs()):
+        seen.append(n)
+    assert made == [(n, list(range(n))) for n in range(6)]
+
+
+def test_no_jobs_and_no_workers_at_work():
+    """Nothing to do is done at once."""
+    assert list(share_out([Fake("a"), Fake("b")], iter(()))) == []
+
+
+def test_an_error_ends_all_at_once():
+    """What a job raises is raised, and devices that are at work are closed, so that nobody waits for them."""
+    workers = [Fake("a"), Fake("b")]
+
+    def endless(worker):
+        assert worker.closed.wait(10), "not closed"
+        return 0, worker.name
+
+    began = time.monotonic()
+    with pytest.raises(MeasurementError, match="job 1"):
+        list(share_out(workers, iter([endless, job(1, 0.01, fails=True)])))
+    assert time.monotonic() - began < 5
+    assert workers[0].closed.is_set()
+
+
+def test_a_consumer_that_stops_closes_the_workers():
+    """A journal that cannot be written ends the sweep, whatever still runs."""
+    workers = [Fake("a"), Fake("b")]
+
+    def endless(worker):
+        assert worker.closed.wait(10), "not closed"
+        return 0, worker.name
+
+    results = share_out(workers, iter([endless, job(1)]))
+    assert next(results) == (1, "b")
+    results.close()
+    assert workers[0].closed.is_set() and not workers[1].closed.is_set()
+
+
+def test_a_worker_that_is_not_fit_gets_no_job():
+    """It is asked for each job; where none is fit, what is left is not taken."""
+    done, taken = [], []
+
+    def jobs():
+        for n in range(9):
+            taken.append(n)
+            yield job(n, 0.01)
+
+    done.extend(share_out([Fake("a"), Fake("b")], jobs(), lambda worker: worker.name != "b" or len(taken) < 3))
+    assert sorted(n for n, _ in done) == list(range(9))
+    assert 1 <= sum(name == "b" for _, name in done) <= 2
+    taken.clear()
+    assert len(list(share_out([Fake("a")], jobs(), lambda _: len(taken) < 3))) == 3 == len(taken)
+
+
+def test_on_each():
+    """One job on every device, results in their order; none where there are none."""
+    assert on_each([Fake("a"), Fake("b")], lambda w: w.name) == ["a", "b"]
+    assert on_each([], lambda w: w.name) == []
+
+
+def echo(start, x):
+    """A task: what it was given, and its process."""
+    return start, x, os.getpid()
+
+
+def die(start):
+    """A task that ends its process."""
+    os._exit(3)
+
+
+def hang(start):
+    """A task that does not end."""
+    time.sleep(60)
+
+
+def refuse(start):
+    """A task that gdntune itself refuses."""
+    raise MeasurementError("no such time")
+
+
+def broken(start):
+    """A task with a fault of its own."""
+    raise ZeroDivisionError("x / 0")
+
+
+def test_a_child_survives_its_tasks():
+    """A crash, a hang and a fault are values, a refusal is raised; after each the next task has a process."""
+    with Child("start", "cpu:0") as child:
+        assert child.run(echo, 1, timeout=60)[:2] == ("start", 1)
+        for task, status, reason in (
+            (die, "crashed", "exit code 3"),
+            (hang, "timeout", "no answer within 3 s"),
+            (broken, "crashed", "ZeroDivisionError: x / 0"),
+        ):
+            got = child.run(task, timeout=3 if task is hang else 60)
+            assert isinstance(got, Crashed) and got.status == status and reason in got.reason
+            assert child.run(echo, 2, timeout=60)[:2] == ("start", 2)
+        with pytest.raises(MeasurementError, match="no such time"):
+            child.run(refuse, timeout=60)
+        assert child.run(echo, 3, timeout=60)[:2] == ("start", 3)
+
+
+def test_two_children_share_jobs_and_one_dies():
+    """Real processes: one device's crash is its own, and the others' jobs go on."""
+    children = [Child(n, f"cpu:{n}") for n in range(2)]
+    try:
+        jobs = [lambda c, n=n: c.run(die if n == 3 else echo, *([] if n == 3 else [n]), timeout=60) for n in range(8)]
+        results = list(share_out(children, iter(jobs)))
+    finally:
+        for child in children:
+            child.close()
+    crashed = [r for r in results if isinstance(r, Crashed)]
+    done = [r for r in results if not isinstance(r, Crashed)]
+    assert len(crashed) == 1 and sorted(x for _, x, _ in done) == [0, 1, 2, 4, 5, 6, 7]
+    assert {start for start, _, _ in done} == {0, 1}
+
+
+def test_a_closed_child_starts_nothing():
+    """Closed by another thread while a task runs: the task ends as a crash, and no process is started again."""
+    child = Child("start")
+    child.run(echo, 0, timeout=60)
+    threading.Timer(0.3, child.close).start()
+    got = child.run(hang, timeout=30)
+    assert isinstance(got, Crashed) and got.status == "crashed"
+    assert isinstance(child.run(echo, 1, timeout=5), Crashed)
+
+
+def test_the_main_module_is_hidden_until_the_last_thread_has_left():
+    """Fault: the first of two threads to leave put the caller's main module back while the other's processes still started."""
+    import __main__
+
+    before = {name: __main__.__dict__.get(name) for name in ("__file__", "__spec__")}
+    first, second = processes.hidden_main(), processes.hidden_main()
+    first.__enter__()
+    second.__enter__()
+    assert "__file__" not in __main__.__dict__ and __main__.__spec__ is None
+    first.__exit__(None, None, None)
+    assert "__file__" not in __main__.__dict__ and __main__.__spec__ is None
+    second.__exit__(None, None, None)
+    assert {name: __main__.__dict__.get(name) for name in before} == before
