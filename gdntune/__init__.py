@@ -1,4 +1,6 @@
-"""gdntune: finds, proves and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at hand."""
+"""gdntune: finds, proves and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at
+hand.
+"""
 
 from importlib import import_module
 from typing import Any
@@ -23,7 +25,9 @@ __all__ = ["__version__", *_PUBLIC]
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'gdntune' has no attribute {name!r}: it has {', '.join(sorted(_PUBLIC))}")
+        raise AttributeError(
+            f"module 'gdntune' has no attribute {name!r}: it has {', '.join(sorted(_PUBLIC))}"
+        )
     return getattr(import_module(_PUBLIC[name]), name)
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 
 class GdntuneError(Exception):
-    """Anything gdntune refuses or fails at; the message says what was given, what is accepted and what to do."""
+    """Anything gdntune refuses or fails at; the message says what was given, what is accepted and
+    what to do.
+    """
 
 
 class UnsupportedProblem(GdntuneError, ValueError):
@@ -55,14 +57,18 @@ def listed(names: Iterable[object]) -> str:
 
 
 def shown(name: str, x: object) -> str:
-    """How a message says what an argument is: by its value where that is short, else by its type. Never by what a device holds."""
+    """How a message says what an argument is: by its value where that is short, else by its type.
+    Never by what a device holds.
+    """
     if x is None or isinstance(x, str | Real):
         return f"{name}={x!r}"
     return f"{name} is of type {type(x).__name__}"
 
 
 def no_folder(path: Path) -> str | None:
-    """Why a path cannot be a folder: it is a file, or lies in one. None where nothing is in the way."""
+    """Why a path cannot be a folder: it is a file, or lies in one. None where nothing is in the
+    way.
+    """
     there = next((p for p in (path, *path.parents) if p.exists()), None)
     if there is None or there.is_dir():
         return None

@@ -1,4 +1,5 @@
-"""What is computed: `Contract` (what one compiled kernel can serve) and `Problem` (a contract at sizes).
+"""What is computed: `Contract` (what one compiled kernel can serve) and `Problem` (a contract at
+sizes).
 
 A contract's fields are what a table's rules are keyed on; nothing here imports torch.
 """
@@ -28,16 +29,21 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
 
     op: `gdn_decode` (one decay a head) or `kda_decode` (one a key dimension).
     tokens: T, tokens a request and call (the largest, where `ragged`).
-    K, V: key and value head size. layout: `k_last` is a state [slots, HV, V, K], `v_last` [slots, HV, K, V].
+    K, V: key and value head size. layout: `k_last` is a state [slots, HV, V, K], `v_last` [slots,
+        HV, K, V].
     input_dtype: q, k, v and output; state_dtype: the state and the intermediate states.
-    gate_dtype: a (GDN) or g (KDA); beta_dtype: b or beta; A_log_dtype, dt_bias_dtype: the parameters, where the gate has them.
-    gate: `raw` and `softplus` are -exp(A_log) softplus(a + dt_bias), `log` a log decay, `lower_bound` KDA's sigmoid form.
+    gate_dtype: a (GDN) or g (KDA); beta_dtype: b or beta; A_log_dtype, dt_bias_dtype: the
+        parameters, where the gate has them.
+    gate: `raw` and `softplus` are -exp(A_log) softplus(a + dt_bias), `log` a log decay,
+        `lower_bound` KDA's sigmoid form.
     beta: `logit` (sigmoid is applied) or `given`.
     mode: `update` writes the final state, `frozen` does not.
-    intermediate: where the state after each token goes: nowhere, `dense` (a buffer by batch row), `indexed` (a buffer by
+    intermediate: where the state after each token goes: nowhere, `dense` (a buffer by batch row),
+        `indexed` (a buffer by
     `intermediate_state_indices`), `slots` (the pool itself, by `ssm_state_indices`).
     accepted: with `slots`, the start column comes from `num_accepted_tokens`.
-    pool: the state is a pool of slots named by index tensors; otherwise row n of the state belongs to request n.
+    pool: the state is a pool of slots named by index tensors; otherwise row n of the state belongs
+        to request n.
     ragged: q, k, v are packed rows [1, total, ...] delimited by cu_seqlens.
     """
 
@@ -80,12 +86,16 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
         return msgspec.structs.replace(self, **changes)
 
     def key(self) -> str:
-        """A short stable name: the fields that differ from the defaults, `gdn_decode.tokens=4.state_dtype=fp32`."""
+        """A short stable name: the fields that differ from the defaults,
+        `gdn_decode.tokens=4.state_dtype=fp32`.
+        """
         parts = [self.op, f"tokens={self.tokens}"]
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
             if field.name not in ("op", "tokens") and value != field.default:
-                parts.append(f"{field.name}={str(value).lower() if isinstance(value, bool) else value}")
+                parts.append(
+                    f"{field.name}={str(value).lower() if isinstance(value, bool) else value}"
+                )
         return ".".join(parts)
 
 
@@ -111,7 +121,9 @@ PLAIN_TYPES = {name: hint for name, hint in get_type_hints(Contract).items() if 
 
 
 def contract_fault(c: Any) -> str | None:
-    """Why the mathematics, or any kernel here, has no such contract; None where it is legal. The one legality function."""
+    """Why the mathematics, or any kernel here, has no such contract; None where it is legal. The
+    one legality function.
+    """
     if not isinstance(c, Contract):
         return f"the contract is of type {type(c).__name__}: accepted is a gdntune.Contract"
     for name, accepted in TYPES.items():
@@ -124,7 +136,10 @@ def contract_fault(c: Any) -> str | None:
         if type(value) is not kind:
             return f"{shown(name, value)}: accepted is {kind.__name__}"
     if not 1 <= c.tokens <= MAX_TOKENS:
-        return f"tokens={c.tokens}: accepted are 1 to {MAX_TOKENS}; split longer runs into several calls"
+        return (
+            f"tokens={c.tokens}: accepted are 1 to {MAX_TOKENS}; split longer runs into several"
+            " calls"
+        )
     if c.K not in HEAD_SIZES_K:
         return f"K={c.K}: accepted are {listed(HEAD_SIZES_K)}"
     if c.V % 32 or not 32 <= c.V <= 512:
@@ -132,9 +147,14 @@ def contract_fault(c: Any) -> str | None:
     if c.gate not in GATES[c.op]:
         return f"gate={c.gate!r} with op={c.op}: accepted are {listed(GATES[c.op])}"
     if c.intermediate == "slots" and not c.pool:
-        return "intermediate='slots' without a pool: the slots are those of the pool; pass pool=True"
+        return (
+            "intermediate='slots' without a pool: the slots are those of the pool; pass pool=True"
+        )
     if c.accepted and c.intermediate != "slots":
-        return f"accepted=True with intermediate={c.intermediate!r}: num_accepted_tokens goes with 'slots' alone"
+        return (
+            f"accepted=True with intermediate={c.intermediate!r}: num_accepted_tokens goes with"
+            " 'slots' alone"
+        )
     return None
 
 
@@ -157,5 +177,8 @@ def problem_fault(p: Any) -> str | None:
         if value < 1:
             return f"{name}={value}: accepted are integers from 1"
     if p.HV % p.H:
-        return f"HV={p.HV}, H={p.H}: HV must be a multiple of H (each q/k head serves HV/H value heads)"
+        return (
+            f"HV={p.HV}, H={p.H}: HV must be a multiple of H (each q/k head serves HV/H value"
+            " heads)"
+        )
     return contract_fault(p.contract)

@@ -1,7 +1,8 @@
-"""The sweep: chooses variants, compiles, checks, times, journals, derives the table. Knows no kernel by name.
+"""The sweep: chooses variants, compiles, checks, times, journals, derives the table. Knows no
+kernel by name.
 
-The parent compiles and journals; workers, a process for each device, check and time, so that a variant that crashes or hangs costs
-itself alone. What is in the journal is not done again.
+The parent compiles and journals; workers, a process for each device, check and time, so that a
+variant that crashes or hangs costs itself alone. What is in the journal is not done again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,19 @@ from gdntune.objects.build import SPILL_LIMIT_BYTES, Built, compile_objects
 from gdntune.objects.store import Store, object_spec
 from gdntune.problem import Contract, Problem
 from gdntune.results.derive import derive, marked
-from gdntune.results.journal import Build, Cell, Check, Journal, Record, Run, Trial, latest, now, timed, tried
+from gdntune.results.journal import (
+    Build,
+    Cell,
+    Check,
+    Journal,
+    Record,
+    Run,
+    Trial,
+    latest,
+    now,
+    timed,
+    tried,
+)
 from gdntune.results.table import Table, save
 from gdntune.timing import Policy
 from gdntune.tuning import attempts as trials
@@ -45,7 +58,9 @@ class Progress:
 
 
 class Outcome(NamedTuple):
-    """A finished sweep. table: None where no cell has a choice; notes say why, and what else a user should know."""
+    """A finished sweep. table: None where no cell has a choice; notes say why, and what else a user
+    should know.
+    """
 
     table: Table | None
     run: Run
@@ -63,7 +78,8 @@ def run_header(
 ) -> Run:
     """A journal's first line as far as it is known before anything runs; `resolved` completes it.
 
-    origins: what else must be equal for two runs to share a journal, by name. Raises UnsupportedProblem for a timer that a CPU
+    origins: what else must be equal for two runs to share a journal, by name. Raises
+        UnsupportedProblem for a timer that a CPU
     cannot have; on CUDA the timing process finds out.
     """
     if device.kind == "cpu":
@@ -77,7 +93,9 @@ def run_header(
         kernels=kernels.fingerprints(device.kind),
         started=now(),
         command=command,
-        workload=config.search.workload if isinstance(config.search.workload, tuple) else msgspec.UNSET,
+        workload=(
+            config.search.workload if isinstance(config.search.workload, tuple) else msgspec.UNSET
+        ),
         cells=cells,
         rounds=config.search.final_rounds,
     )
@@ -86,7 +104,9 @@ def run_header(
 def resolved(header: Run, policy: Policy, peaks: Mapping[str, float]) -> Run:
     """A header with the policy in force and the measured peaks."""
     return msgspec.structs.replace(
-        header, policy=_known(policy), peaks={name: round(value, 1) for name, value in peaks.items()}
+        header,
+        policy=_known(policy),
+        peaks={name: round(value, 1) for name, value in peaks.items()},
     )
 
 
@@ -109,12 +129,17 @@ def sweep(
     command: str = "",
     judged: Sequence[Table] = (),
 ) -> Outcome:
-    """Runs a config on a device: writes folder/journal.jsonl and folder/table.json, or goes on where the journal ends.
+    """Runs a config on a device: writes folder/journal.jsonl and folder/table.json, or goes on
+    where the journal ends.
 
-    devices: CUDA devices of this host, by torch's numbering, that share the cells, instead of `index` alone; on a CPU a process
-    for each number. executor: where the workers are; `ray` has one for each device of the Ray cluster at hand. policy: instead of
-    the config's. judged: tables whose choices are timed to the end at the config's cells, so that `judge` compares final samples; what
-    of them the config does not time is in the notes. Raises GdntuneError for a journal of another sweep, a folder in use, devices
+    devices: CUDA devices of this host, by torch's numbering, that share the cells, instead of
+        `index` alone; on a CPU a process
+    for each number. executor: where the workers are; `ray` has one for each device of the Ray
+    cluster at hand. policy: instead of
+    the config's. judged: tables whose choices are timed to the end at the config's cells, so that
+    `judge` compares final samples; what
+    of them the config does not time is in the notes. Raises GdntuneError for a journal of another
+    sweep, a folder in use, devices
     that differ, a tool that is missing, a device that cannot hold its clocks.
     """
     return _Sweep(
@@ -128,7 +153,13 @@ class _Sweep:
         self, config: Config, folder: Path, device: Device, devices: tuple[int, ...], executor: Executor, store: Store,
         jobs: int | None, policy: Policy, progress: Progress, command: str, judged: tuple[Table, ...],
     ):  # fmt: skip
-        self.config, self.folder, self.device, self.devices, self.executor = config, folder, device, devices, executor
+        self.config, self.folder, self.device, self.devices, self.executor = (
+            config,
+            folder,
+            device,
+            devices,
+            executor,
+        )
         self.store, self.jobs, self.policy, self.progress, self.command = (
             store, jobs or cpu_threads(), policy, progress, command,
         )  # fmt: skip
@@ -146,17 +177,23 @@ class _Sweep:
         self.config.check_kernels(kernels.KERNELS)
         for other in (t.device for t in self.judged if t.device.kind != self.device.kind):
             raise UnsupportedProblem(
-                f"a table of {other.name} ({other.kind}) to be judged on {self.device.name} ({self.device.kind}): accepted are tables of "
-                f"the same kind of device; leave it out"
+                f"a table of {other.name} ({other.kind}) to be judged on {self.device.name}"
+                f" ({self.device.kind}): accepted are tables of the same kind of device; leave"
+                " it out"
             )
         if not self.config.parts:
             # of a config's parts others may have been left out, whose contracts a value serves
             self.config.check_knobs(kernels.KERNELS)
         cells.listed_held_out(self.config)
-        header = run_header(self.config, self.device, self.policy, self.command, len(self.config.problems()))
-        header = msgspec.structs.replace(header, regret=self.config.search.regret, keeps_default=True)
+        header = run_header(
+            self.config, self.device, self.policy, self.command, len(self.config.problems())
+        )
+        header = msgspec.structs.replace(
+            header, regret=self.config.search.regret, keeps_default=True
+        )
         with ExitStack() as stack:
-            # a place that cannot be had is refused before anything is compiled; the journal is begun after that, since the timing
+            # a place that cannot be had is refused before anything is compiled; the journal is
+            # begun after that, since the timing
             # process needs the flush kernel to say what policy it can keep
             journal = stack.enter_context(Journal.claim(self.folder, header))
             self.built = built = self._compile()
@@ -174,42 +211,62 @@ class _Sweep:
 
     def _workers(self, built: Mapping[str, Built]) -> list[Worker]:
         bundles = tuple(str(path) for path, _ in self.store.bundles)
-        starts = [session.Start(self.device, i, str(self.store.root), bundles, self.policy) for i in self.devices]
+        starts = [
+            session.Start(self.device, i, str(self.store.root), bundles, self.policy)
+            for i in self.devices
+        ]
         if self.executor == "ray":
             from gdntune.tuning.ray import ray_workers
 
             return ray_workers(starts[0], [key for key, b in built.items() if b.ok], self.store)
         if len(starts) > 1 and self.device.kind == "cpu":
             self.notes.append(
-                f"{len(starts)} processes timed on one CPU at once: their times disturb each other; good to try with, not for a table"
+                f"{len(starts)} processes timed on one CPU at once: their times disturb each other;"
+                " good to try with, not for a table"
             )
         return [executors.Child(start, f"{self.device.kind}:{start.index}") for start in starts]
 
     def _resolved(self, measure: bool) -> tuple[Policy, dict[str, float]]:
-        """The policy in force and the peaks, measured where asked for, by the first worker; several must be of one kind."""
+        """The policy in force and the peaks, measured where asked for, by the first worker; several
+        must be of one kind.
+        """
         first, others = self.workers[0], self.workers[1:]
         policy, note, peaks = self._asked(first, session.resolve_task, measure)
         self.notes += [note] if note else []
         if others or self.executor != "local":
-            here = {**session.identity(self.device), "timing policy": f"{policy.timer}, {policy.l2}"}
-            for worker, theirs in zip(self.workers, executors.on_each(self.workers, self._identity), strict=True):
+            here = {
+                **session.identity(self.device),
+                "timing policy": f"{policy.timer}, {policy.l2}",
+            }
+            for worker, theirs in zip(
+                self.workers, executors.on_each(self.workers, self._identity), strict=True
+            ):
                 names = sorted(n for n in {**here, **theirs} if here.get(n) != theirs.get(n))
                 if names:
-                    said = "; ".join(f"{n}: {here.get(n, 'none')} here, {theirs.get(n, 'none')} there" for n in names)
+                    said = "; ".join(
+                        f"{n}: {here.get(n, 'none')} here, {theirs.get(n, 'none')} there"
+                        for n in names
+                    )
                     raise UnsupportedProblem(
-                        f"{worker.name} cannot share this sweep: {said}; accepted are devices of one model with the same software: "
-                        "leave the others out, or sweep them by themselves"
+                        f"{worker.name} cannot share this sweep: {said}; accepted are devices of"
+                        " one model with the same software: leave the others out, or sweep them by"
+                        " themselves"
                     )
         return policy, peaks
 
     def _identity(self, worker: Worker) -> dict[str, str]:
         policy, _, _ = self._asked(worker, session.resolve_task, False)
-        return {**self._asked(worker, session.identity_task), "timing policy": f"{policy.timer}, {policy.l2}"}
+        return {
+            **self._asked(worker, session.identity_task),
+            "timing policy": f"{policy.timer}, {policy.l2}",
+        }
 
     def _asked(self, worker: Worker, task: Callable[..., Any], *args: Any) -> Any:
         got = worker.run(task, *args, timeout=trials.CHECK_TIMEOUT_S)
         if isinstance(got, Crashed):
-            raise MeasurementError(f"the timing process of {worker.name} does not start: {got.reason}")
+            raise MeasurementError(
+                f"the timing process of {worker.name} does not start: {got.reason}"
+            )
         return got
 
     # -- compile
@@ -217,7 +274,9 @@ class _Sweep:
     def _compile(self) -> dict[str, Built]:
         objects = plan_objects(self.config, self.device)
         self.progress.start("compile", len(objects))
-        built = compile_objects(objects, self.store, jobs=self.jobs, on_done=lambda _: self.progress.step())
+        built = compile_objects(
+            objects, self.store, jobs=self.jobs, on_done=lambda _: self.progress.step()
+        )
         self.progress.end()
         return {b.spec.key: b for b in built}
 
@@ -227,7 +286,10 @@ class _Sweep:
         for key, b in built.items():
             m, reason = b.manifest, b.reason
             if m and (m.spill_bytes or 0) > SPILL_LIMIT_BYTES:
-                reason = f"spills {m.spill_bytes} bytes a thread: more than {SPILL_LIMIT_BYTES} are not timed"
+                reason = (
+                    f"spills {m.spill_bytes} bytes a thread: more than {SPILL_LIMIT_BYTES} are not"
+                    " timed"
+                )
             if seen.get(key) == reason:
                 continue
             fresh.append(
@@ -260,7 +322,8 @@ class _Sweep:
         known = {(r.contract, r.variant): r.status for r in journal.records if isinstance(r, Check)}
         todo = {c: [v for v in self._with_defaults(c) if (c, v.id) not in known] for c in self.plan}
         self.progress.start("check", sum(map(len, todo.values())))
-        # a contract is a job, or, since its reference takes longer than a variant, one for each worker where there are few
+        # a contract is a job, or, since its reference takes longer than a variant, one for each
+        # worker where there are few
         parts = max(1, -(-len(self.workers) // max(1, sum(map(bool, todo.values())))))
         checks = (
             partial(trials.check, contract=contract, variants=part)
@@ -277,14 +340,18 @@ class _Sweep:
             self.usable[contract] = [v for v in usable if (contract, v.id) in self.checked]
 
     def _shared(
-        self, jobs: Iterable[Callable[[Worker], Any]], fit: Callable[[Worker], bool] = lambda _: True
+        self,
+        jobs: Iterable[Callable[[Worker], Any]],
+        fit: Callable[[Worker], bool] = lambda _: True,
     ) -> Iterator[Any]:
         """The jobs' results as they come from the workers that are fit."""
         with closing(executors.share_out(self.workers, iter(jobs), fit)) as results:  # type: ignore[type-var]
             yield from results
 
     def _with_defaults(self, contract: Contract) -> list[Variant]:
-        """A contract's variants and the default rule's choices at its cells, those that compiled, each once."""
+        """A contract's variants and the default rule's choices at its cells, those that compiled,
+        each once.
+        """
         found = {v.id: v for v in self.usable[contract]}
         for problem in self.config.problems():
             if problem.contract == contract:
@@ -296,7 +363,9 @@ class _Sweep:
     # -- time
 
     def _time_all(self, journal: Journal) -> None:
-        """The config's cells, then those between two that choose otherwise, then those that the table is judged at."""
+        """The config's cells, then those between two that choose otherwise, then those that the
+        table is judged at.
+        """
         self._note_untimed(journal)
         self._note_untried()
         self._time(journal, "time", self.config.problems(), msgspec.UNSET, chosen_by(self.judged))
@@ -308,28 +377,46 @@ class _Sweep:
             self._time(journal, "held out", aside, "held-out", self._choices(journal))
 
     def _note_untimed(self, journal: Journal) -> None:
-        """Notes what the judged tables choose that is no variant of this config, or has no final samples where a cell was timed before."""
+        """Notes what the judged tables choose that is no variant of this config, or has no final
+        samples where a cell was timed before.
+        """
         if not self.judged:
             return
         chosen = chosen_by(self.judged)
         known = {contract: {v.id for v in self._with_defaults(contract)} for contract in self.plan}
-        missing = {(p.contract, name) for p in self.config.problems() for name in chosen(p) - known[p.contract]}
+        missing = {
+            (p.contract, name)
+            for p in self.config.problems()
+            for name in chosen(p) - known[p.contract]
+        }
         if missing:
             self.notes.append(
-                f"{len(missing)} choices of the judged tables are not timed, since they are no sound variants of this config: "
-                + listed(sorted({name for _, name in missing}))
+                f"{len(missing)} choices of the judged tables are not timed, since they are no"
+                " sound variants of this config: " + listed(sorted({name for _, name in missing}))
             )
         done = timed(journal.records)
-        finals = {(r.problem, r.variant.id) for r in journal.records if isinstance(r, Trial) and r.stage == "final"}
-        asked = {(p, name) for p in self.config.problems() if p in done for name in chosen(p) & known[p.contract]}
+        finals = {
+            (r.problem, r.variant.id)
+            for r in journal.records
+            if isinstance(r, Trial) and r.stage == "final"
+        }
+        asked = {
+            (p, name)
+            for p in self.config.problems()
+            if p in done
+            for name in chosen(p) & known[p.contract]
+        }
         if late := len(asked - finals):
             self.notes.append(
-                f"{late} choices of the judged tables have no final samples, since their cells were timed before they were asked for: "
-                "judge compares these by the screen's few; a sweep into another folder times them to the end"
+                f"{late} choices of the judged tables have no final samples, since their cells were"
+                " timed before they were asked for: judge compares these by the screen's few; a"
+                " sweep into another folder times them to the end"
             )
 
     def _note_untried(self) -> None:
-        """Notes the values of the config's `kernels` that no variant has here; they are legal, but not worth trying."""
+        """Notes the values of the config's `kernels` that no variant has here; they are legal, but
+        not worth trying.
+        """
         mine = {k.name for k in kernels.serving(self.device, "decode")}
         tried: dict[str, bool] = {}
         for part in self.config.each_part():
@@ -337,9 +424,14 @@ class _Sweep:
             for kernel, knob, value in part.values():
                 here = any(v.kernel == kernel and same(v.knobs[knob], value) for v in variants)
                 if kernel in mine:
-                    tried[f"{kernel}.{knob}={value}"] = here or tried.get(f"{kernel}.{knob}={value}", False)
+                    tried[f"{kernel}.{knob}={value}"] = here or tried.get(
+                        f"{kernel}.{knob}={value}", False
+                    )
         if missing := [name for name, found in tried.items() if not found]:
-            self.notes.append(f"{len(missing)} values of the config's kernels are tried nowhere: {listed(missing)}")
+            self.notes.append(
+                f"{len(missing)} values of the config's kernels are tried nowhere:"
+                f" {listed(missing)}"
+            )
 
     def _choices(self, journal: Journal) -> Choices:
         """What the table chooses that the journal's cells give so far."""
@@ -357,7 +449,9 @@ class _Sweep:
         purpose: Purpose,
         judged: Choices,
     ) -> None:
-        """Times those cells that have no times. judged: what is timed to the end, beside the default rule's choice and the leaders."""
+        """Times those cells that have no times. judged: what is timed to the end, beside the
+        default rule's choice and the leaders.
+        """
         done = timed(journal.records)
         todo = [p for p in problems if p not in done]
         if len(self.workers) > 1:
@@ -369,7 +463,9 @@ class _Sweep:
             out, hot = self._out(), list[Cell]()
             self.progress.start(label, len(todo))
             # made when a worker is free: what took a process down before is left out
-            for records in self._shared((self._job(p, purpose, judged(p)) for p in todo), self._fit):
+            for records in self._shared(
+                (self._job(p, purpose, judged(p)) for p in todo), self._fit
+            ):
                 contract = records[-1].problem.contract
                 bad = trials.broken(records)
                 self.usable[contract] = [v for v in self.usable[contract] if v.id not in bad]
@@ -390,7 +486,9 @@ class _Sweep:
         """The names of the workers whose device cannot hold its clocks."""
         return {worker.name for worker in self.workers if not self._fit(worker)}
 
-    def _job(self, problem: Problem, purpose: Purpose, judged: frozenset[str]) -> Callable[[Worker], list[Record]]:
+    def _job(
+        self, problem: Problem, purpose: Purpose, judged: frozenset[str]
+    ) -> Callable[[Worker], list[Record]]:
         """What times a cell with all variants that are usable, the default rule's choice first."""
         contract = problem.contract
         default = kernels.default(contract, problem.work_units, self.device)
@@ -410,7 +508,10 @@ class _Sweep:
         reason = "" if variants else "no variant compiled and passed its check"
         # 0: a system that does not say
         if 0 < self.device.memory_bytes < (states := sol.state_bytes(problem)):
-            reason = f"its states take {states / 2**30:.1f} GiB of the device's {self.device.memory_bytes / 2**30:.1f}"
+            reason = (
+                f"its states take {states / 2**30:.1f} GiB of the device's"
+                f" {self.device.memory_bytes / 2**30:.1f}"
+            )
         if reason:
             return lambda worker: [asked.cell(worker, "failed", reason=reason)]
         return partial(trials.time, plan=asked)
@@ -420,7 +521,8 @@ class _Sweep:
     def _finish(self, journal: Journal) -> Outcome:
         self.notes += failures(journal.records)
         self.notes += [
-            f"{name} was left out when its last {trials.THROTTLED_IN_A_ROW} cells were throttled: see to its cooling and power"
+            f"{name} was left out when its last {trials.THROTTLED_IN_A_ROW} cells were throttled:"
+            " see to its cooling and power"
             for name in sorted(self._out())
         ]
         try:
@@ -437,7 +539,9 @@ def _nothing(problem: Problem) -> frozenset[str]:
 
 
 def chosen_by(tables: Iterable[Table]) -> Choices:
-    """What tables choose for a problem, by variants' ids; nothing where none has a rule for its contract."""
+    """What tables choose for a problem, by variants' ids; nothing where none has a rule for its
+    contract.
+    """
     every = [{rule.when: rule for rule in table.rules} for table in tables]
 
     def of(problem: Problem) -> frozenset[str]:
@@ -454,7 +558,9 @@ def _parts(variants: Sequence[Variant], n: int) -> Iterator[Sequence[Variant]]:
 
 
 def failures(records: Sequence[Record]) -> list[str]:
-    """One line for each kind of failure, with its count and first reason; what was done again counts as it ended last."""
+    """One line for each kind of failure, with its count and first reason; what was done again
+    counts as it ended last.
+    """
     last = latest(records)
     lines = []
     for kind, name in (
@@ -467,5 +573,9 @@ def failures(records: Sequence[Record]) -> list[str]:
         if failed:
             what = getattr(failed[0], "variant", "")
             label = what.id if isinstance(what, Variant) else what
-            lines.append(f"{len(failed)} {name}; the first: {label} {failed[0].reason[:300]}".replace("  ", " "))
+            lines.append(
+                f"{len(failed)} {name}; the first: {label} {failed[0].reason[:300]}".replace(
+                    "  ", " "
+                )
+            )
     return lines

@@ -1,10 +1,11 @@
-"""Speed of light: the bytes that a problem must move, its floor, and what share of the DRAM's peak a time is.
+"""Speed of light: the bytes that a problem must move, its floor, and what share of the DRAM's peak
+a time is.
 
-The convention is that of FlashInfer's pull request 3127, whose 76 printed percentages `bytes_moved` reproduces within
-0.1 points (data/flashinfer_pr_3127.csv): each state is read once; it is written once where the final state is kept
-(mode=update), and T times where the states between tokens are; q, k, v, a, b and the output move once, and A_log and
-dt_bias. Left out are index tensors (4 bytes a request against 16 KiB and more a head) and second reads, since they hit
-a cache (q and k of GVA).
+The convention is that of FlashInfer's pull request 3127, whose 76 printed percentages `bytes_moved`
+reproduces within 0.1 points (data/flashinfer_pr_3127.csv): each state is read once; it is written
+once where the final state is kept (mode=update), and T times where the states between tokens are;
+q, k, v, a, b and the output move once, and A_log and dt_bias. Left out are index tensors (4 bytes a
+request against 16 KiB and more a head) and second reads, since they hit a cache (q and k of GVA).
 """
 
 from typing import Literal
@@ -17,7 +18,8 @@ from gdntune.problem import ITEMSIZE, Contract, Problem
 
 Bound = Literal["latency-bound", "L2-assisted", "DRAM-bound"]
 
-# Below this transfer time fixed costs decide. H100: an empty kernel takes 0.86 to 1.4 us; B=1, HV=64, 1.3 us at the
+# Below this transfer time fixed costs decide. H100: an empty kernel takes 0.86 to 1.4 us; B=1,
+# HV=64, 1.3 us at the
 # peak, took 3.1 us. CPU: a call after 10 ms of idleness took 60 us where 15 us were work.
 LATENCY_US = {"cuda": 5.0, "cpu": 50.0}
 # L2 assists where it can keep more than this share of the bytes off the DRAM.
@@ -25,14 +27,18 @@ L2_SHARE = 0.1
 
 
 class FloorForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
-    """How often the floor of a contract reads and writes the state; it moves (reads + writes) * state_bytes."""
+    """How often the floor of a contract reads and writes the state; it moves (reads + writes) *
+    state_bytes.
+    """
 
     reads: int
     writes: int
 
 
 def floor_form(contract: Contract) -> FloorForm:
-    """One read; a write for the final state, and one a token where the states between tokens are kept."""
+    """One read; a write for the final state, and one a token where the states between tokens are
+    kept.
+    """
     final = 1 if contract.mode == "update" else 0
     between = 0 if contract.intermediate == "none" else contract.tokens
     return FloorForm(reads=1, writes=final + between)
@@ -53,8 +59,8 @@ def floor_bytes(problem: Problem) -> int:
 def bytes_moved(problem: Problem) -> int:
     """Every byte that must move, as this module's head says.
 
-    q, k [B,T,H,K]; v, output [B,T,HV,V]; a [B,T,HV] (KDA: g [B,T,HV,K]); b [B,T,HV]; A_log [HV] and dt_bias [HV] (KDA:
-    [HV,K]) where the gate has them. A ragged batch counts as full: B*T tokens.
+    q, k [B,T,H,K]; v, output [B,T,HV,V]; a [B,T,HV] (KDA: g [B,T,HV,K]); b [B,T,HV]; A_log [HV] and
+    dt_bias [HV] (KDA: [HV,K]) where the gate has them. A ragged batch counts as full: B*T tokens.
     """
     c = problem.contract
     rows, HV = problem.B * c.tokens, problem.HV
@@ -68,23 +74,31 @@ def bytes_moved(problem: Problem) -> int:
 
 
 def sol(bytes_moved: int, time_us: float, peak_gb_s: float) -> float:
-    """Bytes over time as a share of the peak (1e9 bytes a second); above 1 where a cache helped or a time is wrong.
+    """Bytes over time as a share of the peak (1e9 bytes a second); above 1 where a cache helped or
+    a time is wrong.
 
     Raises MeasurementError for a time that is not above 0, UnsupportedProblem for such a peak.
     """
     if not time_us > 0:
-        raise MeasurementError(f"time_us={time_us}: a share of the peak needs a time above 0; time it again")
+        raise MeasurementError(
+            f"time_us={time_us}: a share of the peak needs a time above 0; time it again"
+        )
     if not peak_gb_s > 0:
-        raise UnsupportedProblem(f"peak_gb_s={peak_gb_s}: accepted are numbers above 0; see timing.measured_peaks")
+        raise UnsupportedProblem(
+            f"peak_gb_s={peak_gb_s}: accepted are numbers above 0; see timing.measured_peaks"
+        )
     return bytes_moved / (time_us * peak_gb_s * 1e3)
 
 
 def kept_bytes(problem: Problem, device: Device, l2_policy: str) -> int:
     """The bytes that L2 can keep off the DRAM within the timed call.
 
-    `cold-clean`: writes may stay, up to L2's size. `warm`: everything may. `cold-dirty` and `rotate`: none, since each
-    line kept pushes out a modified one. `chain`: all but the states, since what was just written is read and what is
-    written is used at once; states are written back while the next kernels run, who wait for it, so that is in the time.
+    `cold-clean`: writes may stay, up to L2's size. `warm`: everything may. `cold-dirty` and
+    `rotate`: none, since each
+    line kept pushes out a modified one. `chain`: all but the states, since what was just written is
+    read and what is
+    written is used at once; states are written back while the next kernels run, who wait for it, so
+    that is in the time.
     """
     if l2_policy == "cold-clean":
         return min(device.l2_bytes, floor_form(problem.contract).writes * state_bytes(problem))
@@ -94,16 +108,19 @@ def kept_bytes(problem: Problem, device: Device, l2_policy: str) -> int:
         return 0
     if l2_policy == "chain":
         return min(device.l2_bytes, bytes_moved(problem) - floor_bytes(problem))
-    raise UnsupportedProblem(f"l2={l2_policy!r}: accepted are cold-clean, cold-dirty, rotate, warm, chain")
+    raise UnsupportedProblem(
+        f"l2={l2_policy!r}: accepted are cold-clean, cold-dirty, rotate, warm, chain"
+    )
 
 
 def classify(problem: Problem, time_us: float, device: Device, l2_policy: str) -> Bound:
     """What a time is bound by, so that a share of the peak is read rightly.
 
-    `latency-bound`: the transfer alone would take less than half the time, and less than LATENCY_US. `L2-assisted`: L2
-    can keep more than L2_SHARE of the bytes, so the share may honestly exceed 1. `DRAM-bound`: the rest; the share is
-    what it says. Where the peak is unknown (a CPU), time and sizes decide. Raises MeasurementError where the cache was
-    full of other modified data (`cold-dirty`) and the time is yet below bytes over peak.
+    `latency-bound`: the transfer alone would take less than half the time, and less than
+    LATENCY_US. `L2-assisted`: L2 can keep more than L2_SHARE of the bytes, so the share may
+    honestly exceed 1. `DRAM-bound`: the rest; the share is what it says. Where the peak is unknown
+    (a CPU), time and sizes decide. Raises MeasurementError where the cache was full of other
+    modified data (`cold-dirty`) and the time is yet below bytes over peak.
     """
     moved, peak = bytes_moved(problem), device.peak_gb_s
     kept = kept_bytes(problem, device, l2_policy)
@@ -114,9 +131,10 @@ def classify(problem: Problem, time_us: float, device: Device, l2_policy: str) -
         share = sol(moved, time_us, peak)
         if l2_policy == "cold-dirty" and share > 1:
             raise MeasurementError(
-                f"{problem.key()}: {moved} bytes in {time_us:.2f} us are {share:.1%} of the peak of {device.name}, "
-                f"{peak:.0f} GB/s, and under cold-dirty no more than 100% can be true: see that the kernel passes its "
-                "check, that the flush runs, and what arch.peak_disagreement says of the peak"
+                f"{problem.key()}: {moved} bytes in {time_us:.2f} us are {share:.1%} of the peak of"
+                f" {device.name}, {peak:.0f} GB/s, and under cold-dirty no more than 100% can be"
+                " true: see that the kernel passes its check, that the flush runs, and what"
+                " arch.peak_disagreement says of the peak"
             )
         latency_bound = share < 0.5 and share * time_us < latency_us
     if latency_bound:

@@ -1,4 +1,6 @@
-"""Plain data from YAML or JSON to frozen structs; a refusal names the source, the path, the value and what is accepted."""
+"""Plain data from YAML or JSON to frozen structs; a refusal names the source, the path, the value
+and what is accepted.
+"""
 
 import difflib
 import re
@@ -25,22 +27,29 @@ _short.maxlevel = 2
 
 
 def convert(raw: Any, kind: Any, source: str, error: type[GdntuneError], path: str = "$") -> Any:
-    """`raw` as a `kind`, with no coercion; raises `error`. `path` is where `raw` stands in `source`."""
+    """`raw` as a `kind`, with no coercion; raises `error`. `path` is where `raw` stands in
+    `source`.
+    """
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as e:
         raise error(f"{source}: {fault(raw, kind, str(e), path)}") from None
     except RecursionError:
-        raise error(f"{source}: {path} refers to itself or is nested too deeply: write it out") from None
+        raise error(
+            f"{source}: {path} refers to itself or is nested too deeply: write it out"
+        ) from None
 
 
-def decode(data: bytes, kind: Any, source: str, error: type[GdntuneError], accepted: str = "") -> Any:
+def decode(
+    data: bytes, kind: Any, source: str, error: type[GdntuneError], accepted: str = ""
+) -> Any:
     """JSON `data` as a `kind`; raises `error`. accepted: said where it is no JSON at all."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
-    # What follows only serves the message: msgspec's own has neither the value nor the keys of a mapping.
+    # What follows only serves the message: msgspec's own has neither the value nor the keys of a
+    # mapping.
     try:
         raw = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -52,7 +61,9 @@ def decode(data: bytes, kind: Any, source: str, error: type[GdntuneError], accep
 def fault(raw: Any, kind: Any, message: str, path: str = "$") -> str:
     """msgspec's `message` on `raw`, which is no `kind`, with what it leaves out."""
     found = re.fullmatch(r"(?s)(.*?)(?: - at (?:(`key`) in )?`\$(.*?)`)?", message)
-    what, is_key, below = (found.group(1), found.group(2), found.group(3) or "") if found else (message, None, "")
+    what, is_key, below = (
+        (found.group(1), found.group(2), found.group(3) or "") if found else (message, None, "")
+    )
     for step in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", below):
         name, index = step
         if index == "...":  # the path of a mapping's entry, which msgspec does not name
@@ -61,7 +72,11 @@ def fault(raw: Any, kind: Any, message: str, path: str = "$") -> str:
         raw = raw[name] if name else raw[int(index)]
         path += f".{name}" if name else f"[{index}]"
     if is_key or what == "Expected `str`":
-        wrong = next((key for key in raw if not isinstance(key, str)), raw) if isinstance(raw, dict) else raw
+        wrong = (
+            next((key for key in raw if not isinstance(key, str)), raw)
+            if isinstance(raw, dict)
+            else raw
+        )
         return f"{path} has the key {short(wrong)}: keys are text; put it in quotes"
     return _described(raw, kind, what, path)
 
@@ -81,7 +96,10 @@ def _described(raw: Any, kind: Any, what: str, path: str) -> str:
     members = list(_members(kind, raw))
     names = [f.encode_name for m in members if _is_struct(m) for f in msgspec.structs.fields(m)]
     if unknown := re.search(r"unknown field `(.*)`", what):
-        return f"{path} has the unknown key `{unknown[1]}`{near(unknown[1], names)}: accepted are {listed(names)}"
+        return (
+            f"{path} has the unknown key `{unknown[1]}`{near(unknown[1], names)}: accepted are"
+            f" {listed(names)}"
+        )
     if missing := re.search(r"missing required field `(.*)`", what):
         return f"{path} lacks the key `{missing[1]}`: its keys are {listed(names)}"
     if "Invalid enum value" in what or any(get_origin(m) is Literal for m in members):
@@ -91,9 +109,13 @@ def _described(raw: Any, kind: Any, what: str, path: str) -> str:
         accepted = [m.__struct_config__.tag for m in _members(kind, None) if _is_struct(m)]
         return f"{path} is {short(raw)}: accepted are {listed(accepted)}"
     expected = re.sub(r", got `.*`$", "", what).replace("Expected ", "")
-    expected = re.sub(r"`([^`]*)`", lambda m: " or ".join(_WORDS.get(w, w) for w in m[1].split(" | ")), expected)
+    expected = re.sub(
+        r"`([^`]*)`", lambda m: " or ".join(_WORDS.get(w, w) for w in m[1].split(" | ")), expected
+    )
     hint = (
-        "; yes, no, on and off are true and false in YAML" if isinstance(raw, bool) and "true" not in expected else ""
+        "; yes, no, on and off are true and false in YAML"
+        if isinstance(raw, bool) and "true" not in expected
+        else ""
     )
     return f"{path} is {short(raw)}: accepted is {expected}{hint}"
 
@@ -103,7 +125,9 @@ def _entry_fault(raw: dict[str, Any], kind: Any, what: str, path: str) -> str:
         try:
             msgspec.convert(value, kind)
         except msgspec.ValidationError as e:
-            return fault(value, kind, str(e), path + (f".{key}" if key.isidentifier() else f"[{key!r}]"))
+            return fault(
+                value, kind, str(e), path + (f".{key}" if key.isidentifier() else f"[{key!r}]")
+            )
     return f"{path}: {what}"
 
 
@@ -112,7 +136,9 @@ def _is_struct(kind: Any) -> bool:
 
 
 def _members(kind: Any, raw: Any) -> Iterator[Any]:
-    """The types that `kind` allows where `raw` stands: of tagged structs only the one that `raw` names."""
+    """The types that `kind` allows where `raw` stands: of tagged structs only the one that `raw`
+    names.
+    """
     if get_origin(kind) is Annotated:
         yield from _members(get_args(kind)[0], raw)
     elif get_origin(kind) is Union or type(kind).__name__ == "UnionType":

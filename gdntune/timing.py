@@ -1,8 +1,10 @@
-"""Times callables: CUPTI's kernel records, CUDA events, CUDA graphs or the CPU's clock, under a stated L2. Knows no kernels.
+"""Times callables: CUPTI's kernel records, CUDA events, CUDA graphs or the CPU's clock, under a
+stated L2. Knows no kernels.
 
-A time of `cupti` is the device's first start to last end; of `events`, that and the launch gaps around it, in steps of
-0.5 us; of `graph`, what the call adds to a CUDA graph: the gap between two kernels, and what the next one waits since the
-call left modified lines in L2, are in it; of `cpu`, the host's clock around the call.
+A time of `cupti` is the device's first start to last end; of `events`, that and the launch gaps
+around it, in steps of 0.5 us; of `graph`, what the call adds to a CUDA graph: the gap between two
+kernels, and what the next one waits since the call left modified lines in L2, are in it; of `cpu`,
+the host's clock around the call.
 """
 
 import contextlib
@@ -23,7 +25,8 @@ from gdntune.errors import MeasurementError, ToolMissing, UnsupportedProblem, li
 
 TimerName = Literal["auto", "cupti", "events", "cpu", "graph"]
 L2 = Literal["cold-clean", "cold-dirty", "rotate", "warm", "chain"]
-# Its argument is the turn, how many timed calls came before, so that `rotate` can walk slots; under `chain` the layer.
+# Its argument is the turn, how many timed calls came before, so that `rotate` can walk slots; under
+# `chain` the layer.
 Call = Callable[[int], Any]
 Reader = Callable[[Any], Any]  # reads a whole tensor in one kernel whose name contains cupti.FLUSH
 
@@ -31,18 +34,23 @@ TIE_SHARE = 0.01
 CUPTI_STEP_US = 0.032  # CUPTI's clock on an H100: 1% of 3 us
 BATCH = 1024  # calls between two synchronisations: bounds CUPTI's buffers and the events kept
 MARKER_BYTES = 16 << 10
-# Calls in a graph: their flushes, 45 us each on an H100, differ by half a microsecond, the mean of 10 by a sixth of one.
+# Calls in a graph: their flushes, 45 us each on an H100, differ by half a microsecond, the mean of
+# 10 by a sixth of one.
 GRAPH_CALLS = 10
-# Turns of a walk under `rotate`, at most; a graph holds that many calls, so that each of its replays walks through the whole pool.
+# Turns of a walk under `rotate`, at most; a graph holds that many calls, so that each of its
+# replays walks through the whole pool.
 TURNS = 64
 
 
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How times are taken; part of every key, since the winners differ.
 
-    l2, before each call: `cold-clean` reads a buffer of at least twice L2, `cold-dirty` zeroes one, `rotate` leaves it
-    to the call to walk through slots, `warm` does nothing. `chain` is what a call adds to a chain of layers, each with
-    what a model does around it; on CUDA the chain is a CUDA graph, so its timer is `graph`. On the CPU it is the clock
+    l2, before each call: `cold-clean` reads a buffer of at least twice L2, `cold-dirty` zeroes one,
+        `rotate` leaves it
+    to the call to walk through slots, `warm` does nothing. `chain` is what a call adds to a chain
+    of layers, each with
+    what a model does around it; on CUDA the chain is a CUDA graph, so its timer is `graph`. On the
+    CPU it is the clock
     around the call in such a chain.
     """
 
@@ -52,40 +60,57 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def resolve(self, device: Device) -> tuple["Policy", str | None]:
         """This policy with `auto` replaced, and a note where the replacement is second best.
 
-        Raises UnsupportedProblem for a timer that the device cannot have, ToolMissing where CUPTI is asked for and does
-        not work.
+        Raises UnsupportedProblem for a timer that the device cannot have, ToolMissing where CUPTI
+        is asked for and does not work.
         """
         if self.l2 not in get_args(L2):
             raise UnsupportedProblem(f"l2={self.l2!r}: accepted are {listed(get_args(L2))}")
-        accepted: tuple[TimerName, ...] = ("cpu",) if device.kind == "cpu" else ("cupti", "events", "graph")
+        accepted: tuple[TimerName, ...] = (
+            ("cpu",) if device.kind == "cpu" else ("cupti", "events", "graph")
+        )
         under = ""
         if self.l2 == "chain" and device.kind == "cuda":
             accepted, under = ("graph",), " under l2='chain'"
         if self.timer not in ("auto", *accepted):
             raise UnsupportedProblem(
-                f"timer={self.timer!r} on {device.kind} ({device.name}){under}: accepted are auto, {listed(accepted)}"
+                f"timer={self.timer!r} on {device.kind} ({device.name}){under}: accepted are auto,"
+                f" {listed(accepted)}"
             )
         if len(accepted) == 1 or self.timer in ("events", "graph"):
-            return msgspec.structs.replace(self, timer=accepted[0] if self.timer == "auto" else self.timer), None
+            return (
+                msgspec.structs.replace(
+                    self, timer=accepted[0] if self.timer == "auto" else self.timer
+                ),
+                None,
+            )
         fault = cupti.fault()
         if fault is None:
             return msgspec.structs.replace(self, timer="cupti"), None
         if self.timer == "cupti":
             raise ToolMissing(f"{fault}, or use --timer events")
-        return msgspec.structs.replace(self, timer="events"), f"timed by CUDA events, launch gaps included: {fault}"
+        return (
+            msgspec.structs.replace(self, timer="events"),
+            f"timed by CUDA events, launch gaps included: {fault}",
+        )
 
 
 def mirrored(n: int, rounds: int) -> Iterator[tuple[int, int]]:
-    """(call, round) of n calls: 0..n-1 in even rounds, n-1..0 in odd ones, so that a steady drift is alike for all."""
+    """(call, round) of n calls: 0..n-1 in even rounds, n-1..0 in odd ones, so that a steady drift
+    is alike for all.
+    """
     for r in range(rounds):
         for i in range(n):
             yield (i if r % 2 == 0 else n - 1 - i), r
 
 
 class Timer:
-    """Times calls, interleaved. `policy` is resolved; `note` says where it is second best. Made by `make_timer`."""
+    """Times calls, interleaved. `policy` is resolved; `note` says where it is second best. Made by
+    `make_timer`.
+    """
 
-    def __init__(self, policy: Policy, before: Callable[[], Any] | None, note: str | None = None) -> None:
+    def __init__(
+        self, policy: Policy, before: Callable[[], Any] | None, note: str | None = None
+    ) -> None:
         self.policy = policy
         self.note = note
         self._before = before or _nothing
@@ -96,11 +121,12 @@ class Timer:
         return 1
 
     def measure(self, calls: Sequence[Call], rounds: int, warmup: int = 1) -> list[list[float]]:
-        """Microseconds, [call][round]. Each call is first run `warmup` times untimed, as turn or layer 0.
+        """Microseconds, [call][round]. Each call is first run `warmup` times untimed, as turn or
+        layer 0.
 
-        The order is mirrored every other round and the L2 policy is applied before each timed call. The calls run on
-        the current stream and bring their own tensors; what they raise is raised. MeasurementError for a time below 0,
-        which is a difference of two within their noise.
+        The order is mirrored every other round and the L2 policy is applied before each timed call.
+        The calls run on the current stream and bring their own tensors; what they raise is raised.
+        MeasurementError for a time below 0, which is a difference of two within their noise.
         """
         if rounds < 1:
             raise UnsupportedProblem(f"rounds={rounds}: accepted are integers from 1")
@@ -112,18 +138,22 @@ class Timer:
         with _no_collection(), self._ready(calls):
             for first in range(0, len(order), BATCH):
                 batch = order[first : first + BATCH]
-                for (i, r), us in zip(batch, self._times(calls, [i for i, _ in batch], first), strict=True):
+                for (i, r), us in zip(
+                    batch, self._times(calls, [i for i, _ in batch], first), strict=True
+                ):
                     if us < 0:
                         raise MeasurementError(
-                            f"call {i} of {len(calls)} took {us:.3f} us in round {r}, by timer {self.policy.timer} under "
-                            f"{self.policy.l2}: less than what was measured without it varies by; time it again, or a "
-                            "larger problem"
+                            f"call {i} of {len(calls)} took {us:.3f} us in round {r}, by timer"
+                            f" {self.policy.timer} under {self.policy.l2}: less than what was"
+                            " measured without it varies by; time it again, or a larger problem"
                         )
                     samples[i][r] = us
         return samples
 
     def pace_us(self, call: Call, rounds: int = 20) -> float:
-        """Microseconds of the host's clock that a sample of this call takes, what the L2 policy does included."""
+        """Microseconds of the host's clock that a sample of this call takes, what the L2 policy
+        does included.
+        """
         call(0)
         with self._ready([call]):
             start = time.perf_counter()
@@ -140,7 +170,9 @@ class Timer:
 
 
 class CuptiTimer(Timer):
-    """First kernel's start to last kernel's end, by CUPTI's records; `before` ends with `markers` flush kernels."""
+    """First kernel's start to last kernel's end, by CUPTI's records; `before` ends with `markers`
+    flush kernels.
+    """
 
     def __init__(
         self,
@@ -170,7 +202,9 @@ class CuptiTimer(Timer):
 class EventTimer(Timer):
     """CUDA events right before and after the call: its launch gaps are included."""
 
-    def __init__(self, policy: Policy, before: Callable[[], Any] | None, note: str | None = None) -> None:
+    def __init__(
+        self, policy: Policy, before: Callable[[], Any] | None, note: str | None = None
+    ) -> None:
         super().__init__(policy, before, note)
         self._events: list[tuple[Any, Any]] = []
 
@@ -179,7 +213,9 @@ class EventTimer(Timer):
 
         before = self._before
         while len(self._events) < len(order):
-            self._events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self._events.append(
+                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            )
             for event in self._events[-1]:
                 event.record()  # torch makes an event at its first record: not between a call and its end
         events = self._events[: len(order)]
@@ -209,9 +245,11 @@ class CpuTimer(Timer):
 
 
 class GraphTimer(Timer):
-    """A graph of some calls, each after the L2 policy's work, less a graph of that work alone, over the calls.
+    """A graph of some calls, each after the L2 policy's work, less a graph of that work alone, over
+    the calls.
 
-    What a call costs those after it is in its time: under cold-clean and cold-dirty the flush that follows waits until the
+    What a call costs those after it is in its time: under cold-clean and cold-dirty the flush that
+        follows waits until the
     lines that the call modified are written back.
     """
 
@@ -265,10 +303,11 @@ def _no_collection() -> Iterator[None]:
 
 
 def flush_bytes(device: Device, l2: L2) -> int:
-    """The flush buffer's bytes: at least twice the last-level cache, four times where it is zeroed; 0: no buffer.
+    """The flush buffer's bytes: at least twice the last-level cache, four times where it is zeroed;
+    0: no buffer.
 
-    On CUDA at least the 128 and 256 MiB that an H100's published figures were taken with, so that they compare. Whole
-    MiB, so that a reader can cut the buffer into tiles.
+    On CUDA at least the 128 and 256 MiB that an H100's published figures were taken with, so that
+    they compare. Whole MiB, so that a reader can cut the buffer into tiles.
     """
     if l2 not in ("cold-clean", "cold-dirty"):
         return 0
@@ -280,24 +319,29 @@ def flush_bytes(device: Device, l2: L2) -> int:
 def make_timer(device: Device, policy: Policy, reader: Reader | None = None) -> Timer:
     """The timer of a policy, with its flush buffer on the current device.
 
-    reader(tensor) launches one kernel whose profiler name contains "gdntune_flush" and reads the whole of a contiguous
-    1-D int32 tensor (16 KiB, or whole MiB: the buffer) on the current stream, without hints that keep it out of L2.
-    Needed on CUDA for the timer cupti and for cold-clean; unused on the CPU. Not for `chain`: see chain.make_chain_timer.
-    Raises what `Policy.resolve` raises.
+    reader(tensor) launches one kernel whose profiler name contains "gdntune_flush" and reads the
+    whole of a contiguous 1-D int32 tensor (16 KiB, or whole MiB: the buffer) on the current stream,
+    without hints that keep it out of L2. Needed on CUDA for the timer cupti and for cold-clean;
+    unused on the CPU. Not for `chain`: see chain.make_chain_timer. Raises what `Policy.resolve`
+    raises.
     """
     resolved, note = policy.resolve(device)
     size = flush_bytes(device, resolved.l2)
     if resolved.l2 == "chain":
-        raise UnsupportedProblem("l2='chain' has layers around the calls: chain.make_chain_timer makes its timer")
+        raise UnsupportedProblem(
+            "l2='chain' has layers around the calls: chain.make_chain_timer makes its timer"
+        )
     if device.kind == "cpu":
         return CpuTimer(resolved, _cpu_flush(resolved.l2, size), note)
     if reader is None and (resolved.timer == "cupti" or resolved.l2 == "cold-clean"):
         raise UnsupportedProblem(
-            f"reader=None with timer={resolved.timer} and l2={resolved.l2}: give a kernel that reads a tensor"
+            f"reader=None with timer={resolved.timer} and l2={resolved.l2}: give a kernel that"
+            " reads a tensor"
         )
     import torch
 
-    # In a graph one flush may follow another, and would find the lines that the same buffer left in L2: it has two in turn.
+    # In a graph one flush may follow another, and would find the lines that the same buffer left in
+    # L2: it has two in turn.
     both = resolved.timer == "graph" and resolved.l2 == "cold-clean"
     buffers = [torch.zeros(size // 4, dtype=torch.int32, device="cuda") for _ in range(1 + both)]
     marker = torch.zeros(MARKER_BYTES // 4, dtype=torch.int32, device="cuda")
@@ -310,6 +354,7 @@ def make_timer(device: Device, policy: Policy, reader: Reader | None = None) -> 
 
         def before() -> None:
             cast("Reader", reader)(next(turn))
+
     elif resolved.l2 == "cold-dirty":
         zero, markers = buffers[0].zero_, 2
 
@@ -333,13 +378,16 @@ def _cpu_flush(l2: L2, size: int) -> Callable[[], Any] | None:
         return None
     import torch
 
-    # ones, not zeros: the pages of calloc are all one page of zeros until they are written, and stay in L1.
+    # ones, not zeros: the pages of calloc are all one page of zeros until they are written, and
+    # stay in L1.
     buffer = torch.ones(size // 4, dtype=torch.float32)
     return buffer.sum if l2 == "cold-clean" else buffer.zero_
 
 
 class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is reported of samples, in microseconds. outliers: those beyond 3 IQR of the quartiles, counted and kept."""
+    """What is reported of samples, in microseconds. outliers: those beyond 3 IQR of the quartiles,
+    counted and kept.
+    """
 
     median_us: float
     mean_us: float
@@ -351,7 +399,8 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _quartiles(ordered: Sequence[float]) -> tuple[float, float, float]:
-    # As statistics.quantiles(method="inclusive"), whose rounding can put a quartile of equal samples above all of them.
+    # As statistics.quantiles(method="inclusive"), whose rounding can put a quartile of equal
+    # samples above all of them.
     last = len(ordered) - 1
 
     def at(quarters: int) -> float:
@@ -362,7 +411,9 @@ def _quartiles(ordered: Sequence[float]) -> tuple[float, float, float]:
 
 
 def summary(samples: Sequence[float]) -> Stats:
-    """Stats of samples in microseconds. MeasurementError where there are none, or one is negative or not finite."""
+    """Stats of samples in microseconds. MeasurementError where there are none, or one is negative
+    or not finite.
+    """
     if not samples:
         raise MeasurementError("no samples: nothing was timed")
     for i, sample in enumerate(samples):
@@ -375,25 +426,35 @@ def summary(samples: Sequence[float]) -> Stats:
 
 
 def tie(a_mean_us: float, b_mean_us: float, step_us: float = CUPTI_STEP_US) -> bool:
-    """Whether two means are the same: apart by no more than the larger of 1% of the lesser and the clock's step."""
-    # The slack, a thousandth of a nanosecond, keeps one step a tie where binary fractions say 0.0320000001.
+    """Whether two means are the same: apart by no more than the larger of 1% of the lesser and the
+    clock's step.
+    """
+    # The slack, a thousandth of a nanosecond, keeps one step a tie where binary fractions say
+    # 0.0320000001.
     return abs(a_mean_us - b_mean_us) <= max(TIE_SHARE * min(a_mean_us, b_mean_us), step_us) + 1e-6
 
 
-def measured_peaks(device: Device, index: int = 0, size: int | None = None, rounds: int = 10) -> dict[str, float]:
-    """The DRAM's bandwidth in GB/s by source: `measured`, and `datasheet` and `nvml` where known; see
-    `arch.peak_disagreement`.
+def measured_peaks(
+    device: Device, index: int = 0, size: int | None = None, rounds: int = 10
+) -> dict[str, float]:
+    """The DRAM's bandwidth in GB/s by source: `measured`, and `datasheet` and `nvml` where known;
+    see `arch.peak_disagreement`.
 
-    measured: the best of `rounds` copies within the device's memory, bytes read and written; on the CPU also of updates
-    in place, since a copy's stores there read their lines first. Each of two buffers has `size` bytes, by default 1 GiB
-    (CPU: 256 MiB) and 8 times the last-level cache: no flush is needed, and the launch gaps are below 1%.
+    measured: the best of `rounds` copies within the device's memory, bytes read and written; on the
+        CPU also of updates
+    in place, since a copy's stores there read their lines first. Each of two buffers has `size`
+    bytes, by default 1 GiB
+    (CPU: 256 MiB) and 8 times the last-level cache: no flush is needed, and the launch gaps are
+    below 1%.
     """
     import torch
 
     least = max(1 << 30 if device.kind == "cuda" else 256 << 20, 8 * device.l2_bytes)
     elements = (size or min(least, max(1 << 20, device.memory_bytes // 8))) // 4
     with torch.cuda.device(index) if device.kind == "cuda" else contextlib.nullcontext():
-        source, goal = (torch.ones(elements, dtype=torch.float32, device=device.kind) for _ in range(2))
+        source, goal = (
+            torch.ones(elements, dtype=torch.float32, device=device.kind) for _ in range(2)
+        )
         calls: list[Call] = [lambda _: goal.copy_(source)]
         if device.kind == "cpu":
             calls.append(lambda _: goal.neg_())

@@ -13,7 +13,13 @@ _FOLDERS = pytest.StashKey[Path]()
 _DESELECTED = pytest.StashKey[int]()
 
 
-H100 = Path(__file__).parent.parent / "docs" / "results" / "nvidia-h100-80gb-hbm3" / "qwen3.5-397b-a17b.jsonl.xz"
+H100 = (
+    Path(__file__).parent.parent
+    / "docs"
+    / "results"
+    / "nvidia-h100-80gb-hbm3"
+    / "qwen3.5-397b-a17b.jsonl.xz"
+)
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +41,8 @@ def _compiled_ahead():
 
 @pytest.fixture(autouse=True)
 def compiled_ahead(request, monkeypatch):
-    """A test that runs on any device binds those contracts alone that are compiled ahead: a GPU machine need not have a compiler.
+    """A test that runs on any device binds those contracts alone that are compiled ahead: a GPU
+    machine need not have a compiler.
 
     Held on the CPU, where tests run before they run on a GPU.
     """
@@ -61,10 +68,13 @@ def compiled_ahead(request, monkeypatch):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiled objects and tables of the user have no part in a test, and a test leaves none behind."""
+    """Compiled objects and tables of the user have no part in a test, and a test leaves none
+    behind.
+    """
     folder = Path(tempfile.mkdtemp(prefix="gdntune-tests-"))
     config.stash[_FOLDERS] = folder
-    # GDNTUNE_TEST_CACHE keeps compiled objects from one run to the next, for whoever runs the tests many times.
+    # GDNTUNE_TEST_CACHE keeps compiled objects from one run to the next, for whoever runs the tests
+    # many times.
     os.environ["GDNTUNE_CACHE_DIR"] = os.environ.get("GDNTUNE_TEST_CACHE") or str(folder / "cache")
     os.environ["XDG_DATA_HOME"] = str(folder / "data")
     os.environ["TVM_FFI_CACHE_DIR"] = str(folder / "tvm-ffi")
@@ -87,7 +97,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Nobody should take these tests for passed."""
     if n := config.stash.get(_DESELECTED, 0):
         terminalreporter.write_line(f"{n} gpu tests were left out: no CUDA device is here")

@@ -1,4 +1,6 @@
-"""What the tests of the public functions share: the devices, a case's public call, what a refusal must be."""
+"""What the tests of the public functions share: the devices, a case's public call, what a refusal
+must be.
+"""
 
 import pytest
 
@@ -19,7 +21,9 @@ def call(case, **changes):
         "initial_state_indices": case.read_index,
         "output_state_indices": case.write_index,
         "intermediate_states_buffer": case.intermediate,
-        "ssm_state_indices" if c.intermediate == "slots" else "intermediate_state_indices": case.slot_index,
+        "ssm_state_indices"
+        if c.intermediate == "slots"
+        else "intermediate_state_indices": case.slot_index,
         "num_accepted_tokens": case.accepted,
         "cu_seqlens": case.cu_seqlens,
         "disable_state_update": c.mode == "frozen" and c.intermediate != "slots",

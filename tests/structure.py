@@ -1,4 +1,5 @@
-"""The packages and their imports: `python tests/structure.py` prints them, test_layers.py holds them.
+"""The packages and their imports: `python tests/structure.py` prints them, test_layers.py holds
+them.
 
 Every import counts: at the top, inside functions, and under TYPE_CHECKING.
 """

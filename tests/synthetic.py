@@ -1,4 +1,6 @@
-"""A sweep's folder made up from a formula, for tests of what reads one. No figure in it was measured."""
+"""A sweep's folder made up from a formula, for tests of what reads one. No figure in it was
+measured.
+"""
 
 import math
 from pathlib import Path
@@ -12,7 +14,9 @@ from gdntune.results.table import save
 from gdntune.sol import bytes_moved, floor_bytes
 
 VARIANTS = [
-    Variant("recurrent", f"recurrent.tv{tv}.ilp{ilp}", {"tile_v": tv, "ilp": ilp}) for tv in (16, 32) for ilp in (2, 4)
+    Variant("recurrent", f"recurrent.tv{tv}.ilp{ilp}", {"tile_v": tv, "ilp": ilp})
+    for tv in (16, 32)
+    for ilp in (2, 4)
 ]
 FLOOR = Variant("stream", "stream.t4096.ilp4", {"tile": 4096, "ilp": 4})
 
@@ -33,13 +37,17 @@ def run(device: Device | None = None, **changes: object) -> Run:
     return Run(**{**fields, **changes})
 
 
-def contracts(tokens: tuple[int, ...] = (1, 2, 4), states: tuple[str, ...] = ("bf16", "fp32")) -> list[Contract]:
+def contracts(
+    tokens: tuple[int, ...] = (1, 2, 4), states: tuple[str, ...] = ("bf16", "fp32")
+) -> list[Contract]:
     """A decode contract of each state dtype and T."""
     return [Contract(tokens=t, state_dtype=s) for s in states for t in tokens]  # type: ignore[arg-type]
 
 
 def cell(problem: Problem, header: Run, *, slow: float = 1.0, favoured: int = 0) -> list[Record]:
-    """A cell's records: each variant screened, two leaders and the floor timed to the end; `favoured` is the fastest."""
+    """A cell's records: each variant screened, two leaders and the floor timed to the end;
+    `favoured` is the fastest.
+    """
     peak = header.device.peak_gb_s or header.peaks["measured"]
     # A launch of 2 us, then 90% of the peak.
     floor_us = 2 + floor_bytes(problem) / (0.9e3 * peak)
@@ -47,19 +55,45 @@ def cell(problem: Problem, header: Run, *, slow: float = 1.0, favoured: int = 0)
     found: list[Record] = []
     for i, v in enumerate(VARIANTS):
         us = slow * least_us * (1 + 0.05 * ((i - favoured) % len(VARIANTS)))
-        found.append(Trial(problem=problem, variant=v, stage="screen", status="ok", samples_us=_samples(us * 1.01, 6)))
+        found.append(
+            Trial(
+                problem=problem,
+                variant=v,
+                stage="screen",
+                status="ok",
+                samples_us=_samples(us * 1.01, 6),
+            )
+        )
         if (i - favoured) % len(VARIANTS) < 2:
-            found.append(Trial(problem=problem, variant=v, stage="final", status="ok", samples_us=_samples(us, 20)))
+            found.append(
+                Trial(
+                    problem=problem,
+                    variant=v,
+                    stage="final",
+                    status="ok",
+                    samples_us=_samples(us, 20),
+                )
+            )
     found.append(
         Trial(
-            problem=problem, variant=FLOOR, role="floor", stage="final", status="ok", samples_us=_samples(floor_us, 20)
+            problem=problem,
+            variant=FLOOR,
+            role="floor",
+            stage="final",
+            status="ok",
+            samples_us=_samples(floor_us, 20),
         )
     )
     clocks = {"sm_mhz": 1980, "event_reasons": ["sw_power_cap"]}
     return [
         *found,
         Cell(
-            problem=problem, status="ok", stop="20 final rounds", seconds=0.5, clocks_before=clocks, clocks_after=clocks
+            problem=problem,
+            status="ok",
+            stop="20 final rounds",
+            seconds=0.5,
+            clocks_before=clocks,
+            clocks_after=clocks,
         ),
     ]
 
@@ -69,11 +103,26 @@ def _samples(us: float, n: int) -> list[float]:
 
 
 def records(
-    header: Run, *, batches: tuple[int, ...] = (1, 8, 64), HV: int = 64, extra: tuple[Record, ...] = (), swap: int = 0
+    header: Run,
+    *,
+    batches: tuple[int, ...] = (1, 8, 64),
+    HV: int = 64,
+    extra: tuple[Record, ...] = (),
+    swap: int = 0,
 ) -> list[Record]:
-    """A whole sweep: builds, checks, cells. Large batches favour another variant than small ones; `swap` shifts both."""
+    """A whole sweep: builds, checks, cells. Large batches favour another variant than small ones;
+    `swap` shifts both.
+    """
     found: list[Record] = [
-        Build(kernel=v.kernel, variant=v.id, object_key=v.id, status="ok", seconds=0.5, registers=40, spill_bytes=0)
+        Build(
+            kernel=v.kernel,
+            variant=v.id,
+            object_key=v.id,
+            status="ok",
+            seconds=0.5,
+            registers=40,
+            spill_bytes=0,
+        )
         for v in (*VARIANTS, FLOOR)
     ]
     for c in contracts():

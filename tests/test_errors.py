@@ -8,7 +8,9 @@ import pytest
 from gdntune import errors
 
 FAMILY = [
-    value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.GdntuneError)
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, errors.GdntuneError)
 ]
 
 
@@ -21,7 +23,9 @@ def test_the_family_is_found():
 def test_each_has_a_builtin_parent(error):
     """A caller who knows nothing of gdntune can catch it as ValueError, RuntimeError, ..."""
     parents = [
-        p for p in error.__mro__ if p.__module__ == builtins.__name__ and p not in (Exception, BaseException, object)
+        p
+        for p in error.__mro__
+        if p.__module__ == builtins.__name__ and p not in (Exception, BaseException, object)
     ]
     assert parents
     assert error.__doc__
@@ -37,7 +41,12 @@ def test_each_crosses_processes(error):
 
 def test_shown():
     """Short values are said, all else by its type: a tensor's values may lie on a device."""
-    assert [errors.shown("x", x) for x in (None, "a", 1, 0.5)] == ["x=None", "x='a'", "x=1", "x=0.5"]
+    assert [errors.shown("x", x) for x in (None, "a", 1, 0.5)] == [
+        "x=None",
+        "x='a'",
+        "x=1",
+        "x=0.5",
+    ]
     assert errors.shown("x", [1.0]) == "x is of type list"
 
 

@@ -40,14 +40,18 @@ def test_every_package_has_its_place():
 
 
 def test_packages_import_one_way():
-    """A package imports only from those before it in the order, in functions and for type checkers too."""
+    """A package imports only from those before it in the order, in functions and for type checkers
+    too.
+    """
     place = structure.ORDER.index
     assert {(a, b) for a, b in structure.package_arrows() if place(b) >= place(a)} == BACK
 
 
 def test_modules_have_no_circle():
     """No modules import one another in a circle, in functions and for type checkers too."""
-    graph = {m: {o for o in others if (m, o) not in CIRCLES} for m, others in structure.arrows().items()}
+    graph = {
+        m: {o for o in others if (m, o) not in CIRCLES} for m, others in structure.arrows().items()
+    }
     del graph[structure.FACADE]
     assert structure.circle(graph) == []
 
@@ -56,16 +60,23 @@ def test_modules_have_no_circle():
 def test_packages_stay_in_their_place(package):
     """What is heavy, or stands for one job, is imported by that job's module alone."""
     users = {m for m, names in IMPORTED.items() if package in names}
-    assert {m for m in users if not any(fnmatch.fnmatchcase(m, p) for p in ONLY_IN[package])} == set()
+    assert {
+        m for m in users if not any(fnmatch.fnmatchcase(m, p) for p in ONLY_IN[package])
+    } == set()
     assert users, f"nothing imports {package} any more: take it out of this table"
 
 
-IMPORTED = {m: {name.split(".")[0] for name in structure.imported(path)} for m, path in structure.modules().items()}
+IMPORTED = {
+    m: {name.split(".")[0] for name in structure.imported(path)}
+    for m, path in structure.modules().items()
+}
 
 
 def python(code: str) -> str:
     """What a fresh interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=structure.ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=structure.ROOT
+    )
     return done.stdout.strip()
 
 
@@ -79,18 +90,24 @@ def test_import_loads_nothing_heavy():
     """`import gdntune` loads none of torch, cutlass, pandas, typer."""
     code = "import sys, gdntune; print(sorted({m.split('.')[0] for m in sys.modules}))"
     loaded = set(ast.literal_eval(python(code)))
-    assert loaded.isdisjoint({"torch", "cutlass", "pandas", "typer", "tvm_ffi", "rich", "yaml", "numpy"})
+    assert loaded.isdisjoint(
+        {"torch", "cutlass", "pandas", "typer", "tvm_ffi", "rich", "yaml", "numpy"}
+    )
 
 
 def test_light_modules_load_no_torch():
     """What describes problems, devices and tables can be imported without torch and cutlass."""
     names = ", ".join(f"gdntune.{m}" for m in LIGHT.split())
     code = f"import sys, {names}; print(sorted({{m.split('.')[0] for m in sys.modules}}))"
-    assert set(ast.literal_eval(python(code))).isdisjoint({"torch", "cutlass", "pandas", "typer", "tvm_ffi"})
+    assert set(ast.literal_eval(python(code))).isdisjoint(
+        {"torch", "cutlass", "pandas", "typer", "tvm_ffi"}
+    )
 
 
 def test_public_names_are_there():
-    """Every public name is loaded on first use, stands in dir(), and a wrong one lists the right ones."""
+    """Every public name is loaded on first use, stands in dir(), and a wrong one lists the right
+    ones.
+    """
     import gdntune
 
     assert [name for name in gdntune.__all__ if getattr(gdntune, name, None) is None] == []

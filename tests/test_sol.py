@@ -43,13 +43,17 @@ def published():
 
 
 def test_published_percentages():
-    """From the times printed in FlashInfer's PR 3127 follow all 76 printed shares of 8 TB/s within 0.1 points."""
+    """From the times printed in FlashInfer's PR 3127 follow all 76 printed shares of 8 TB/s within
+    0.1 points.
+    """
     cells = published()
     assert len(cells) == 76
     for tokens, batch, time_us, percent in cells:
         form = {} if tokens == 1 else {"tokens": tokens, "mode": "frozen", "intermediate": "dense"}
         moved = sol.bytes_moved(problem(B=batch, **form))
-        assert 100 * sol.sol(moved, time_us, arch.target("sm_100a").peak_gb_s) == pytest.approx(percent, abs=0.1)
+        assert 100 * sol.sol(moved, time_us, arch.target("sm_100a").peak_gb_s) == pytest.approx(
+            percent, abs=0.1
+        )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,9 @@ def test_published_percentages():
     ],
 )
 def test_floor(contract, writes):
-    """The floor reads once, and writes the final state and each state between tokens where they are kept."""
+    """The floor reads once, and writes the final state and each state between tokens where they are
+    kept.
+    """
     p = problem(B=2, HV=32, state_dtype="fp32", **contract)
     assert sol.floor_form(p.contract) == sol.FloorForm(reads=1, writes=writes)
     assert sol.state_bytes(p) == 2 * 32 * 128 * 128 * 4
@@ -81,12 +87,16 @@ def test_bytes_by_hand():
     assert sol.bytes_moved(log) == 2 * state + rows + 128 * 4 + 4
 
 
-@given(B=st.integers(1, 64), group=st.integers(1, 4), tokens=st.integers(1, 8), frozen=st.booleans())
+@given(
+    B=st.integers(1, 64), group=st.integers(1, 4), tokens=st.integers(1, 8), frozen=st.booleans()
+)
 def test_bytes_are_ordered(B, group, tokens, frozen):
     """More bytes move than the floor's; and twice the batch moves at most twice, more than before."""
     p = problem(B=B, H=2, HV=2 * group, tokens=tokens, mode="frozen" if frozen else "update")
     twice = msgspec.structs.replace(p, B=2 * B)
-    assert sol.floor_bytes(p) < sol.bytes_moved(p) < sol.bytes_moved(twice) <= 2 * sol.bytes_moved(p)
+    assert (
+        sol.floor_bytes(p) < sol.bytes_moved(p) < sol.bytes_moved(twice) <= 2 * sol.bytes_moved(p)
+    )
 
 
 def test_sol():
@@ -111,17 +121,23 @@ def test_sol():
     ],
 )
 def test_classify(B, time_us, policy, bound):
-    """Times measured on an H100 at HV=64, bf16: B=1 is latency, B=16 fits L2 (its share is above 1), B=256 is DRAM."""
+    """Times measured on an H100 at HV=64, bf16: B=1 is latency, B=16 fits L2 (its share is above
+    1), B=256 is DRAM.
+    """
     assert sol.classify(problem(B=B), time_us, H100, policy) == bound
 
 
 def test_slow_kernels_are_not_latency_bound():
-    """A kernel bound by arithmetic at a large size has a low share, which is not the launch's doing."""
+    """A kernel bound by arithmetic at a large size has a low share, which is not the launch's
+    doing.
+    """
     assert sol.classify(problem(B=512, tokens=8), 2000.0, H100, "cold-clean") == "DRAM-bound"
 
 
 def test_cold_dirty_above_peak_is_refused():
-    """More than the peak cannot be true where L2 was full of modified lines; where it was clean, it can."""
+    """More than the peak cannot be true where L2 was full of modified lines; where it was clean, it
+    can.
+    """
     p = problem(B=256)
     with pytest.raises(MeasurementError, match=r"B=256.*peak of NVIDIA H100"):
         sol.classify(p, 300.0, H100, "cold-dirty")

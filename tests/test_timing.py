@@ -1,4 +1,6 @@
-"""Timers, their order, segments of records, statistics. CUPTI is a stand-in here; tests/gpu has the real one."""
+"""Timers, their order, segments of records, statistics. CUPTI is a stand-in here; tests/gpu has the
+real one.
+"""
 
 import gc
 import statistics
@@ -25,7 +27,9 @@ microseconds = st.floats(0, 1e6, allow_nan=False)
 
 
 class FakeGpu:
-    """A device whose kernels take stated times, and a source of the records that CUPTI would give of them."""
+    """A device whose kernels take stated times, and a source of the records that CUPTI would give
+    of them.
+    """
 
     def __init__(self):
         self.now, self.records, self.log, self.recording = 1000, [], [], False
@@ -55,8 +59,15 @@ class FakeCupti(types.SimpleNamespace):
         pass
 
     def __init__(self, enable_error=None):
-        super().__init__(ActivityKind=types.SimpleNamespace(CONCURRENT_KERNEL=10, MEMCPY=1, MEMSET=2))
-        self.pending, self.enabled, self.completed, self.enable_error = [], set(), None, enable_error
+        super().__init__(
+            ActivityKind=types.SimpleNamespace(CONCURRENT_KERNEL=10, MEMCPY=1, MEMSET=2)
+        )
+        self.pending, self.enabled, self.completed, self.enable_error = (
+            [],
+            set(),
+            None,
+            enable_error,
+        )
 
     def activity_register_callbacks(self, requested, completed):
         assert self.completed is None, "CUPTI takes callbacks once a process"
@@ -99,7 +110,9 @@ def fake_cupti(monkeypatch):
 
 @given(n=st.integers(0, 12), rounds=st.integers(0, 9))
 def test_mirrored(n, rounds):
-    """Each call has each round once; over a pair of rounds all calls stand at the same mean position."""
+    """Each call has each round once; over a pair of rounds all calls stand at the same mean
+    position.
+    """
     order = list(timing.mirrored(n, rounds))
     assert sorted(order) == [(i, r) for i in range(n) for r in range(rounds)]
     assert [r for _, r in order] == sorted(r for _, r in order)
@@ -111,7 +124,9 @@ def test_mirrored(n, rounds):
 
 
 def test_segments_of_several_kernels():
-    """A call's time is its first start to its last end, also where kernels overlap and records come in disorder."""
+    """A call's time is its first start to its last end, also where kernels overlap and records come
+    in disorder.
+    """
     records = [
         (100, 200, MARK),
         (300, 900, "a"),
@@ -124,10 +139,17 @@ def test_segments_of_several_kernels():
 
 
 def test_segments_leave_out_the_fill():
-    """With two markers a call, what runs between the first and the second (the fill) counts to no call."""
+    """With two markers a call, what runs between the first and the second (the fill) counts to no
+    call.
+    """
     records = [
         *[(100, 200, MARK), (300, 90_000, "fill"), (90_100, 90_200, MARK), (91_000, 92_000, "a")],
-        *[(93_000, 93_100, MARK), (93_200, 180_000, "fill"), (180_100, 180_200, MARK), (181_000, 184_000, "fill")],
+        *[
+            (93_000, 93_100, MARK),
+            (93_200, 180_000, "fill"),
+            (180_100, 180_200, MARK),
+            (181_000, 184_000, "fill"),
+        ],
     ]
     assert segments_us(records, 2, markers=2) == [1.0, 3.0]
 
@@ -137,13 +159,33 @@ def test_segments_leave_out_the_fill():
     [
         ([], "gave 0 records of gdntune_flush where 2 were launched"),
         ([(100, 200, MARK), (300, 400, "a")], "gave 1 records"),
-        ([(100, 200, MARK), (300, 400, "a"), (500, 600, MARK), (700, 800, MARK), (900, 950, "a")], "gave 3 records"),
+        (
+            [
+                (100, 200, MARK),
+                (300, 400, "a"),
+                (500, 600, MARK),
+                (700, 800, MARK),
+                (900, 950, "a"),
+            ],
+            "gave 3 records",
+        ),
         ([(100, 200, MARK), (300, 400, "a"), (500, 600, MARK)], "call 1 of 2 left no CUPTI record"),
         ([(100, 200, MARK), (500, 600, MARK), (700, 800, "a")], "call 0 of 2 left no CUPTI record"),
-        ([(100, 200, MARK), (400, 300, "a"), (500, 600, MARK), (700, 800, "a")], "'a' the times 400 to 300"),
+        (
+            [(100, 200, MARK), (400, 300, "a"), (500, 600, MARK), (700, 800, "a")],
+            "'a' the times 400 to 300",
+        ),
         ([(0, 0, "a"), (100, 200, MARK), (500, 600, MARK), (700, 800, "a")], "could not time it"),
     ],
-    ids=["nothing", "lost marker", "extra marker", "empty last", "empty first", "end before start", "zero"],
+    ids=[
+        "nothing",
+        "lost marker",
+        "extra marker",
+        "empty last",
+        "empty first",
+        "end before start",
+        "zero",
+    ],
 )
 def test_segments_refuse(records, said):
     """Lost, extra and impossible records are errors, never times."""
@@ -154,7 +196,9 @@ def test_segments_refuse(records, said):
 @pytest.mark.parametrize("markers", [1, 2])
 @pytest.mark.parametrize("batch", [1024, 5])
 def test_cupti_timer(monkeypatch, markers, batch):
-    """Each sample lands at its call and round, whatever the order, the batches and the flush; warm-up leaves none."""
+    """Each sample lands at its call and round, whatever the order, the batches and the flush;
+    warm-up leaves none.
+    """
     gpu = FakeGpu()
     monkeypatch.setattr(timing, "BATCH", batch)
 
@@ -175,8 +219,11 @@ def test_cupti_timer(monkeypatch, markers, batch):
     timer = timing.CuptiTimer(Policy("cupti", "warm"), before, gpu, gpu.synchronize, markers)
     samples = timer.measure([call(i) for i in range(3)], rounds=4)
     turn = {at: turn for turn, at in enumerate(timing.mirrored(3, 4))}
-    assert samples == [[100 * i + turn[i, r] + 1 + (1.5 if i == 2 else 0) for r in range(4)] for i in range(3)]
-    # the device is idle when a recording starts and ends: nothing of before is in it, nothing of it is missing
+    assert samples == [
+        [100 * i + turn[i, r] + 1 + (1.5 if i == 2 else 0) for r in range(4)] for i in range(3)
+    ]
+    # the device is idle when a recording starts and ends: nothing of before is in it, nothing of it
+    # is missing
     steps = [word.split()[0] for word in gpu.log]
     assert steps == ["sync", "start", "sync", "stop"] * -(-12 // batch)
 
@@ -184,7 +231,9 @@ def test_cupti_timer(monkeypatch, markers, batch):
 def test_cupti_timer_stops_recording_when_a_call_fails():
     """A call's own error comes through and recording ends."""
     gpu = FakeGpu()
-    timer = timing.CuptiTimer(Policy("cupti", "warm"), lambda: gpu.launch(MARK, 1), gpu, gpu.synchronize)
+    timer = timing.CuptiTimer(
+        Policy("cupti", "warm"), lambda: gpu.launch(MARK, 1), gpu, gpu.synchronize
+    )
 
     def call(r):
         raise ZeroDivisionError
@@ -235,7 +284,9 @@ def test_auto_is_cupti_where_it_works(fake_cupti):
     ids=["no permission", "no permission: capability", "no library", "no records", "no binding"],
 )
 def test_without_cupti(fake_cupti, cupti, probed, remedy):
-    """Without CUPTI `auto` takes events and says why; asked for by name, it is refused. Both name the remedy."""
+    """Without CUPTI `auto` takes events and says why; asked for by name, it is refused. Both name
+    the remedy.
+    """
     fake_cupti(cupti, probed)
     policy, note = Policy().resolve(H100)
     assert policy == Policy("events", "cold-clean")
@@ -248,12 +299,17 @@ def test_without_cupti(fake_cupti, cupti, probed, remedy):
 
 
 def test_a_chain_is_a_graph(monkeypatch):
-    """On CUDA a chain is timed by graphs alone and asks nothing of CUPTI; on the CPU by the host's clock."""
+    """On CUDA a chain is timed by graphs alone and asks nothing of CUPTI; on the CPU by the host's
+    clock.
+    """
     monkeypatch.setattr(cupti_records, "fault", lambda: pytest.fail("CUPTI was asked"))
     for timer in ("auto", "graph"):
         assert Policy(timer, "chain").resolve(H100) == (Policy("graph", "chain"), None)
     assert Policy(l2="chain").resolve(CPU) == (Policy("cpu", "chain"), None)
-    with pytest.raises(UnsupportedProblem, match="timer='cupti' on cuda.*under l2='chain': accepted are auto, graph$"):
+    with pytest.raises(
+        UnsupportedProblem,
+        match="timer='cupti' on cuda.*under l2='chain': accepted are auto, graph$",
+    ):
         Policy("cupti", "chain").resolve(H100)
     with pytest.raises(UnsupportedProblem, match="timer='graph' on cpu.*accepted are auto, cpu$"):
         Policy("graph", "chain").resolve(CPU)
@@ -263,7 +319,9 @@ def test_a_chain_is_a_graph(monkeypatch):
 
 
 def test_policy_refuses():
-    """A timer that the device cannot have, and an unknown L2 policy, are refused with what is accepted."""
+    """A timer that the device cannot have, and an unknown L2 policy, are refused with what is
+    accepted.
+    """
     assert Policy().resolve(CPU) == (Policy("cpu"), None)
     with pytest.raises(UnsupportedProblem, match="timer='cupti' on cpu.*accepted are auto, cpu"):
         Policy("cupti").resolve(CPU)
@@ -282,7 +340,12 @@ def test_reader_is_asked_for():
 @pytest.mark.parametrize(
     ("device", "l2", "mib"),
     [
-        *[(H100, "cold-clean", 128), (H100, "cold-dirty", 256), (H100, "rotate", 0), (H100, "warm", 0)],
+        *[
+            (H100, "cold-clean", 128),
+            (H100, "cold-dirty", 256),
+            (H100, "rotate", 0),
+            (H100, "warm", 0),
+        ],
         *[(arch.target("sm_100a"), "cold-clean", 252), (arch.target("sm_100a"), "cold-dirty", 504)],
         (arch.Device("cuda", "odd", "sm_90a", 132, (80 << 20) + 1, 1 << 36), "cold-clean", 161),
         *[(CPU, "cold-clean", 64), (CPU, "cold-dirty", 128), (CPU, "warm", 0)],
@@ -294,9 +357,11 @@ def test_flush_bytes(device, l2, mib):
 
 
 def test_cpu_timer_flushes_before_each_call():
-    """The flush comes right before each timed call, in mirrored order, after the warm-up; garbage collection is off.
+    """The flush comes right before each timed call, in mirrored order, after the warm-up; garbage
+    collection is off.
 
-    Fault: a call got its round, so that under rotate the second variant of a round found the slots that the first had just read.
+    Fault: a call got its round, so that under rotate the second variant of a round found the slots
+        that the first had just read.
     """
     log = []
     calls = [lambda turn, i=i: log.append((i, turn, gc.isenabled())) for i in range(2)]
@@ -315,7 +380,9 @@ def graph_timer(recorder, n=10):
 
 @pytest.mark.parametrize("batch", [1024, 7])
 def test_graph_timer(monkeypatch, batch):
-    """A sample is a call's mean in its graph: neither flush nor launch is in it, whatever the batches; each graph is made once."""
+    """A sample is a call's mean in its graph: neither flush nor launch is in it, whatever the
+    batches; each graph is made once.
+    """
     monkeypatch.setattr(timing, "BATCH", batch)
     recorder = FakeRecorder()
     calls = [lambda turn, i=i: recorder.spend(3 * i + turn, f"call {i}") for i in range(5)]
@@ -328,7 +395,9 @@ def test_graph_timer(monkeypatch, batch):
     assert set(names[bases[0]]) == {"flush"} and len(names[bases[0]]) == 10
     # a batch begins with one that is not counted; then one amid every eight
     assert bases == ([0, 5, 14, 23, 32] if batch == 1024 else [0, 4, 9, 13, 18, 22, 27, 31, 36, 38])
-    assert names[-1] != names[0], "the last replay holds calls: their outputs are looked at afterwards"
+    assert names[-1] != names[0], (
+        "the last replay holds calls: their outputs are looked at afterwards"
+    )
 
 
 def test_graph_timer_drift_is_alike_for_all():
@@ -340,11 +409,14 @@ def test_graph_timer_drift_is_alike_for_all():
 
 
 def test_graph_timer_refuses_a_negative_time():
-    """A difference below 0 is noise, and no time: an error that says so, and the graphs are let go. Pacing needs no samples."""
+    """A difference below 0 is noise, and no time: an error that says so, and the graphs are let go.
+    Pacing needs no samples.
+    """
     recorder = FakeRecorder()
     timer = graph_timer(recorder)
     with pytest.raises(
-        MeasurementError, match=r"call 1 of 2 took -1.000 us in round 0, by timer graph under cold-clean.*time it"
+        MeasurementError,
+        match=r"call 1 of 2 took -1.000 us in round 0, by timer graph under cold-clean.*time it",
     ):
         timer.measure([lambda turn: recorder.spend(1), lambda turn: recorder.spend(-1)], rounds=3)
     assert timer._difference._works == timer._difference._base == [] and gc.isenabled()
@@ -406,7 +478,9 @@ class FakeCuda:
 
 
 def test_graph_recorder(monkeypatch):
-    """Each work is captured once on a stream of its own, in a pool of this recording; a replay is timed after a spin, between events."""
+    """Each work is captured once on a stream of its own, in a pool of this recording; a replay is
+    timed after a spin, between events.
+    """
     cuda = FakeCuda(monkeypatch)
     recorder = graphs.GraphRecorder()
     replays = recorder.record([lambda: cuda.log.append("work")] * 2)
@@ -424,7 +498,9 @@ def test_graph_recorder(monkeypatch):
     "error", [RuntimeError("operation not permitted when stream is capturing"), KeyboardInterrupt()]
 )
 def test_graph_recorder_ends_a_capture_that_fails(monkeypatch, error):
-    """The stream leaves capture mode and the error says which work and what to do; an interrupt stays one."""
+    """The stream leaves capture mode and the error says which work and what to do; an interrupt
+    stays one.
+    """
     cuda = FakeCuda(monkeypatch)
 
     def work():
@@ -435,12 +511,18 @@ def test_graph_recorder_ends_a_capture_that_fails(monkeypatch, error):
         graphs.GraphRecorder().record([lambda: None, work])
     assert cuda.log[5:10] == ["sync", "enter", "begin 1 thread_local", "end", "exit"]
     if error.args:
-        said = "work 1 of 2 cannot be captured in a CUDA graph (RuntimeError: operation not permitted"
-        assert str(raised.value).startswith(said) and "the timer cupti or events" in str(raised.value)
+        said = (
+            "work 1 of 2 cannot be captured in a CUDA graph (RuntimeError: operation not permitted"
+        )
+        assert str(raised.value).startswith(said) and "the timer cupti or events" in str(
+            raised.value
+        )
 
 
 def test_graph_recorder_on_a_lost_device(monkeypatch):
-    """An illegal access is no fault of the capture: it is raised as it is, so that the sweep takes a fresh process."""
+    """An illegal access is no fault of the capture: it is raised as it is, so that the sweep takes
+    a fresh process.
+    """
     cuda = FakeCuda(monkeypatch)
 
     def work():
@@ -454,7 +536,9 @@ def test_graph_recorder_on_a_lost_device(monkeypatch):
 
 @pytest.mark.parametrize(("l2", "after"), [("cold-clean", 1.0), ("cold-dirty", 0.0)])
 def test_cpu_flush_buffer(l2, after):
-    """The buffer is of written pages (unwritten ones are all one page, kept in L1); cold-dirty alone writes it."""
+    """The buffer is of written pages (unwritten ones are all one page, kept in L1); cold-dirty
+    alone writes it.
+    """
     flush = timing._cpu_flush(l2, 1 << 20)
     buffer = flush.__self__
     assert buffer.numel() * buffer.element_size() == 1 << 20 and buffer.min() == 1
@@ -470,7 +554,10 @@ def test_cpu_timer_times_torch():
     small, large = torch.ones(1 << 10), torch.ones(8 << 20)
     timer = timing.make_timer(arch.detect("cpu"), Policy(l2="warm"))
     assert (timer.policy, timer.note) == (Policy("cpu", "warm"), None)
-    quick, slow = (summary(s) for s in timer.measure([lambda _: small.neg_(), lambda _: large.neg_()], rounds=5))
+    quick, slow = (
+        summary(s)
+        for s in timer.measure([lambda _: small.neg_(), lambda _: large.neg_()], rounds=5)
+    )
     assert 0 < quick.median_us < slow.median_us
     with pytest.raises(UnsupportedProblem, match="rounds=0"):
         timer.measure([], rounds=0)
@@ -486,7 +573,9 @@ def test_measured_peaks():
 def test_summary():
     """Median, quartiles and count; a sample beyond 3 IQR is counted and kept in the mean."""
     stats = summary([1.0, 2.0, 3.0, 4.0, 100.0])
-    assert stats == timing.Stats(median_us=3.0, mean_us=22.0, q1_us=2.0, q3_us=4.0, min_us=1.0, count=5, outliers=1)
+    assert stats == timing.Stats(
+        median_us=3.0, mean_us=22.0, q1_us=2.0, q3_us=4.0, min_us=1.0, count=5, outliers=1
+    )
     assert summary([7.0]) == timing.Stats(7.0, 7.0, 7.0, 7.0, 7.0, 1, 0)
 
 

@@ -1,7 +1,8 @@
 """Inputs for kernels: tensors like a model's, for checking and for timing, awkward where asked.
 
-Every number comes from a torch.Generator of the device that the tensors live on, so a seed gives the same case again on the
-same kind of device. What a call writes is poisoned with NaN, and so is what it must not read.
+Every number comes from a torch.Generator of the device that the tensors live on, so a seed gives
+the same case again on the same kind of device. What a call writes is poisoned with NaN, and so is
+what it must not read.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ from gdntune.problem import Contract, Problem, check_contract, problem_fault
 from gdntune.sol import FloorForm
 
 STATE_SPREAD = 0.5
-# Beyond this many elements a tensor is a repeated block: normal_ makes 50 to 100 million elements a second on a CPU core, and a
+# Beyond this many elements a tensor is a repeated block: normal_ makes 50 to 100 million elements a
+# second on a CPU core, and a
 # table's largest states have billions. An odd length, so that neighbouring slots differ.
 BLOCK = {"cpu": (1 << 20) + 1237, "cuda": (1 << 26) + 1237}
 
@@ -32,7 +34,9 @@ def whole(x: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Case:
-    """The arguments of one call, in the order and by the names of DECODE_ARGUMENTS; a tensor that the contract lacks is None."""
+    """The arguments of one call, in the order and by the names of DECODE_ARGUMENTS; a tensor that
+    the contract lacks is None.
+    """
 
     problem: Problem
     state: Tensor
@@ -68,14 +72,22 @@ class Case:
         return {name: getattr(self, name) for name in DECODE_ARGUMENTS}
 
     def arguments(self) -> tuple[Any, ...]:
-        """What a kernel is called with. int64 indices go as the int32 view of their low words: no copy, twice the stride."""
+        """What a kernel is called with. int64 indices go as the int32 view of their low words: no
+        copy, twice the stride.
+        """
         return tuple(
-            x.unsqueeze(-1).view(torch.int32)[..., 0] if isinstance(x, Tensor) and x.dtype == torch.int64 else x
+            (
+                x.unsqueeze(-1).view(torch.int32)[..., 0]
+                if isinstance(x, Tensor) and x.dtype == torch.int64
+                else x
+            )
             for x in self.tensors().values()
         )
 
     def clone(self) -> "Case":
-        """A case of its own: whole storages are copied, so strides, gaps and tensors that share a storage stay as they are."""
+        """A case of its own: whole storages are copied, so strides, gaps and tensors that share a
+        storage stay as they are.
+        """
         storages: dict[int, Tensor] = {}
 
         def copy(x: Any) -> Any:
@@ -89,7 +101,9 @@ class Case:
         return dataclasses.replace(self, **{name: copy(x) for name, x in self.tensors().items()})
 
     def restore(self, before: "Case") -> None:
-        """Copies what a call writes (state, intermediate, output) back from a clone made earlier; no address changes."""
+        """Copies what a call writes (state, intermediate, output) back from a clone made earlier;
+        no address changes.
+        """
         for name in ("state", "intermediate", "output"):
             mine, kept = getattr(self, name), getattr(before, name)
             if mine is not None:
@@ -125,7 +139,9 @@ class _Draw:
 
 @dataclasses.dataclass
 class _Slots:
-    """Index tensors as lists, and what they need. guard: a slot that a padding request names but must not write."""
+    """Index tensors as lists, and what they need. guard: a slot that a padding request names but
+    must not write.
+    """
 
     start: list[int]
     final: list[int]
@@ -148,13 +164,16 @@ def _assign_slots(
     split: bool,
     null_index: int,
 ) -> _Slots:
-    """Which slots each request reads and writes: distinct ones, so no request's result hangs on the order of others."""
+    """Which slots each request reads and writes: distinct ones, so no request's result hangs on the
+    order of others.
+    """
     c, B = problem.contract, problem.B
     requests = range(B)
     padded = set(pick.sample(requests, min(B, max(1, round(padding * B))))) if padding else set()
     if padded and not c.pool:
         raise UnsupportedProblem(
-            f"padding={padding} without a pool: only an index marks padding; pass padding=0 or pool=True"
+            f"padding={padding} without a pool: only an index marks padding; pass padding=0 or"
+            " pool=True"
         )
     own_final = c.writes_index and (split or c.intermediate == "slots")
     each = (columns if c.intermediate == "slots" else 1) + own_final
@@ -163,13 +182,19 @@ def _assign_slots(
     free = [s for s in range(given) if s != null_index or not c.pool]
     if len(free) < needed:
         raise UnsupportedProblem(
-            f"slots={given}: {B} requests of {each} slots each need {needed}, without null_index={null_index}; pass more slots"
+            f"slots={given}: {B} requests of {each} slots each need {needed}, without"
+            f" null_index={null_index}; pass more slots"
         )
     if permute and c.pool:
         pick.shuffle(free)
     names = iter(free)
     guard = next(names) if padded else -1
-    nowhere = ([null_index] if null_index >= 0 else []) + [-1] + ([given, given + 2**20] if out_of_range else []) + [-7]
+    nowhere = (
+        ([null_index] if null_index >= 0 else [])
+        + [-1]
+        + ([given, given + 2**20] if out_of_range else [])
+        + [-7]
+    )
 
     def lost() -> int:
         """An index that is padding, each kind in its turn."""
@@ -182,7 +207,11 @@ def _assign_slots(
 
     plan = _Slots([], [], [], given, padded)
     whole_ones = [n for n in requests if n not in padded]
-    skipping = set(pick.sample(whole_ones, min(len(whole_ones), max(1, round(skipped * B))))) if skipped else set()
+    skipping = (
+        set(pick.sample(whole_ones, min(len(whole_ones), max(1, round(skipped * B)))))
+        if skipped
+        else set()
+    )
     for n in requests:
         row = [next(names) for _ in range(columns)] if c.intermediate == "slots" else []
         start = row[first_column(n)] if row else next(names)
@@ -235,16 +264,25 @@ def make_case(
     gate_shift: float = 0.0,
     extreme_gates: bool = False,
 ) -> Case:
-    """A case of a problem; the defaults are a plain call whose pool has just the slots it needs, in shuffled order.
+    """A case of a problem; the defaults are a plain call whose pool has just the slots it needs, in
+    shuffled order.
 
-    slots: size of the pool (or rows of the state). padding: share of requests that are padding, at least one where above 0;
-    their inputs are NaN. skipped: share of requests that lack a place to write (final slot, buffer row or one column).
-    out_of_range: indices beyond their tensor are among those that mean padding. permute: shuffled slots. split: the final state
-    goes to another slot than it came from. strided_indices: indices are columns of wider tensors. slot_stride_pad: extra elements
-    between slots, rows and steps (a multiple of 16 bytes, which kernels load at once). packed_qkv: q, k, v are slices of one
-    tensor. strided_gates: a and b lie in wider tensors. extra_steps, extra_rows: of the buffer beyond tokens and B (`slots`: extra
-    columns). lengths: tokens of each ragged request (default: all of them, full); tail_rows: packed rows beyond the last request.
-    parameters_by_head: whether A_log and dt_bias are [HV] or [H]. gate_shift: added to a, 2 makes decays of e^-0.4 to e^-4, which
+    slots: size of the pool (or rows of the state). padding: share of requests that are padding, at
+        least one where above 0;
+    their inputs are NaN. skipped: share of requests that lack a place to write (final slot, buffer
+    row or one column).
+    out_of_range: indices beyond their tensor are among those that mean padding. permute: shuffled
+        slots. split: the final state
+    goes to another slot than it came from. strided_indices: indices are columns of wider tensors.
+    slot_stride_pad: extra elements
+    between slots, rows and steps (a multiple of 16 bytes, which kernels load at once). packed_qkv:
+    q, k, v are slices of one
+    tensor. strided_gates: a and b lie in wider tensors. extra_steps, extra_rows: of the buffer
+    beyond tokens and B (`slots`: extra
+    columns). lengths: tokens of each ragged request (default: all of them, full); tail_rows: packed
+    rows beyond the last request.
+    parameters_by_head: whether A_log and dt_bias are [HV] or [H]. gate_shift: added to a, 2 makes
+        decays of e^-0.4 to e^-4, which
     show errors of the gate best. extreme_gates: some gates at which exp overflows or vanishes.
     Raises UnsupportedProblem for an illegal problem, and where slots or padding cannot be had.
     """
@@ -276,7 +314,11 @@ def make_case(
     def index(values: Sequence[Any]) -> Tensor:
         x = torch.tensor(values, dtype=index_dtype, device=device)
         # a column of a wider tensor, whose other columns hold what must not be taken for it
-        return torch.stack((torch.full_like(x, 2**20), x, torch.zeros_like(x)), -1)[..., 1] if strided_indices else x
+        return (
+            torch.stack((torch.full_like(x, 2**20), x, torch.zeros_like(x)), -1)[..., 1]
+            if strided_indices
+            else x
+        )
 
     slot_index = intermediate = None
     if c.intermediate == "slots":
@@ -291,12 +333,16 @@ def make_case(
                 order[n] = rows if out_of_range else -1
             slot_index = index(order)
         size = HV * K * V
-        padded = torch.full((rows, steps, size + slot_stride_pad), math.nan, dtype=kept, device=device)
+        padded = torch.full(
+            (rows, steps, size + slot_stride_pad), math.nan, dtype=kept, device=device
+        )
         intermediate = padded[..., :size].unflatten(-1, (HV, *head))
     if lengths is None:
         lengths = [T] * B
     if len(lengths) != B or not all(0 <= n <= T for n in lengths):
-        raise UnsupportedProblem(f"lengths={list(lengths)}: accepted are B={B} integers from 0 to tokens={T}")
+        raise UnsupportedProblem(
+            f"lengths={list(lengths)}: accepted are B={B} integers from 0 to tokens={T}"
+        )
     ends = [0]
     for n in lengths:
         ends.append(ends[-1] + n)
@@ -308,17 +354,25 @@ def make_case(
         q, k, v = qkv.split((H * K, H * K, HV * V), -1)
         q, k, v = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
     else:
-        q, k, v = (draw.normal(*rows_of, n, size, dtype=inputs) for n, size in ((H, K), (H, K), (HV, V)))
+        q, k, v = (
+            draw.normal(*rows_of, n, size, dtype=inputs) for n, size in ((H, K), (H, K), (HV, V))
+        )
     if not use_qk_l2norm:
-        # keys near unit length, as a model would hand over, yet far enough from it that normalising again shows
+        # keys near unit length, as a model would hand over, yet far enough from it that normalising
+        # again shows
         norm = k.float().norm(dim=-1, keepdim=True).clamp(min=1e-3)
         k.copy_(k.float() / norm * draw.uniform(*rows_of, H, 1, low=0.6, high=1.0))
-    a, A_log, dt_bias = _gate(draw, problem, rows_of, parameters_by_head, strided_gates, gate_shift, extreme_gates)
+    a, A_log, dt_bias = _gate(
+        draw, problem, rows_of, parameters_by_head, strided_gates, gate_shift, extreme_gates
+    )
     b = draw.normal(*rows_of, HV)
     if c.beta == "given":
         b = b.sigmoid()
     b = _spread(b.to(DTYPES[c.beta_dtype]), strided_gates)
-    stored = draw.fill(torch.empty(plan.slots, HV * K * V + slot_stride_pad, dtype=kept, device=device), STATE_SPREAD)
+    stored = draw.fill(
+        torch.empty(plan.slots, HV * K * V + slot_stride_pad, dtype=kept, device=device),
+        STATE_SPREAD,
+    )
     case = Case(
         problem=problem,
         state=stored[:, : HV * K * V].unflatten(-1, (HV, *head)),
@@ -358,9 +412,17 @@ def _spread(x: Tensor, strided: bool) -> Tensor:
 
 
 def _gate(
-    draw: _Draw, problem: Problem, rows_of: tuple[int, int], by: str, strided: bool, shift: float, extreme: bool
+    draw: _Draw,
+    problem: Problem,
+    rows_of: tuple[int, int],
+    by: str,
+    strided: bool,
+    shift: float,
+    extreme: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """a or g, A_log and dt_bias. As models initialise them: exp(A_log) in 1..16, softplus(dt_bias) in 0.001..0.1, a in N(0, 1)."""
+    """a or g, A_log and dt_bias. As models initialise them: exp(A_log) in 1..16, softplus(dt_bias)
+    in 0.001..0.1, a in N(0, 1).
+    """
     c, per_k = problem.contract, problem.contract.op == "kda_decode"
     heads = problem.H if by == "H" else problem.HV
     width = (c.K,) if per_k else ()
@@ -372,14 +434,18 @@ def _gate(
     if shift:
         a += shift
     if c.gate == "lower_bound":
-        # the sigmoid's slope is what tells gates apart: keep exp(A_log) * (a + dt_bias) within a few units of it
+        # the sigmoid's slope is what tells gates apart: keep exp(A_log) * (a + dt_bias) within a
+        # few units of it
         A_log, dt_bias = A_log / 4, draw.normal(heads, *width) / 4
     if extreme:
-        # of every six gates in memory order two stay, two lie just above softplus' turn, one each at +-100, beyond exp's fp32 range
+        # of every six gates in memory order two stay, two lie just above softplus' turn, one each
+        # at +-100, beyond exp's fp32 range
         bias = dt_bias.repeat_interleave(problem.HV // heads, 0)
         sixth = torch.arange(a.numel(), device=draw.device).view(a.shape) % 6
         turn = (draw.uniform(*a.shape, low=0.4, high=0.6) - bias).to(a.dtype)
-        a = torch.where(sixth % 3 == 1, turn, torch.where(sixth == 2, 100.0, torch.where(sixth == 5, -100.0, a)))
+        a = torch.where(
+            sixth % 3 == 1, turn, torch.where(sixth == 2, 100.0, torch.where(sixth == 5, -100.0, a))
+        )
     if c.gate == "log":
         group = problem.HV // heads
         shape = (-1, *[1] * len(width))
@@ -387,7 +453,9 @@ def _gate(
         a = (-A.view(shape) * torch.nn.functional.softplus(a + bias)).to(dtype)
     if strided and per_k:
         gap = torch.full((*rows_of, 16), math.nan, dtype=dtype, device=draw.device)
-        a = torch.cat((a.flatten(-2), gap), -1)[..., : problem.HV * c.K].unflatten(-1, (problem.HV, c.K))
+        a = torch.cat((a.flatten(-2), gap), -1)[..., : problem.HV * c.K].unflatten(
+            -1, (problem.HV, c.K)
+        )
     elif strided:
         a = _spread(a, True)
     if not c.has_parameters:
@@ -398,16 +466,21 @@ def _gate(
 def floor_case(
     problem: Problem, form: FloorForm, device: str | torch.device = "cpu", seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None, float, Tensor]:
-    """A floor kernel's arguments: state [B, HV*V*K], its slots [B] int32 in shuffled order, a buffer [B, steps, HV*V*K] or None, the
-    factor 1.0 and a sink [1] fp32.
+    """A floor kernel's arguments: state [B, HV*V*K], its slots [B] int32 in shuffled order, a
+    buffer [B, steps, HV*V*K] or None, the factor 1.0 and a sink [1] fp32.
 
-    `form` says how often the state is written in all: once in place where the mode is `update`, the rest into the buffer.
+    `form` says how often the state is written in all: once in place where the mode is `update`, the
+        rest into the buffer.
     """
     c, device = check_contract(problem.contract), torch.device(device)
     size, kept = problem.HV * c.K * c.V, DTYPES[c.state_dtype]
-    state = _Draw(device, seed).fill(torch.empty(problem.B, size, dtype=kept, device=device), STATE_SPREAD)
+    state = _Draw(device, seed).fill(
+        torch.empty(problem.B, size, dtype=kept, device=device), STATE_SPREAD
+    )
     steps = form.writes - (c.mode == "update")
-    buffer = torch.full((problem.B, steps, size), math.nan, dtype=kept, device=device) if steps else None
+    buffer = (
+        torch.full((problem.B, steps, size), math.nan, dtype=kept, device=device) if steps else None
+    )
     slots = list(range(problem.B))
     random.Random(seed).shuffle(slots)
     named = torch.tensor(slots, dtype=torch.int32, device=device)

@@ -1,23 +1,31 @@
-"""The gate that every variant passes before it is timed: its results against the fp64 reference, place by place.
+"""The gate that every variant passes before it is timed: its results against the fp64 reference,
+place by place.
 
-What a right kernel may lose. It computes in fp32 and rounds once, where it stores. So a stored value differs from the truth by
+What a right kernel may lose. It computes in fp32 and rounds once, where it stores. So a stored
+value differs from the truth by
 
-    half the spacing of the stored dtype at the truth     the rounding itself, granted in full, value by value
+    half the spacing of the stored dtype at the truth     the rounding itself, granted in full,
+    value by value
     + some fp32 roundings of the row it belongs to        what is judged
 
-and not by a share of the stored dtype's epsilon: a bf16 state whose decay is off by 0.001 lies within bf16's epsilon everywhere,
-yet values near the middle between two bf16 numbers fall to the wrong side, by more than fp32 explains. Hence the excess, the
-error beyond half a spacing, and two bounds on it; t counts the tokens that the place has seen, u = 2^-24 is fp32's roundoff:
+and not by a share of the stored dtype's epsilon: a bf16 state whose decay is off by 0.001 lies
+within bf16's epsilon everywhere, yet values near the middle between two bf16 numbers fall to the
+wrong side, by more than fp32 explains. Hence the excess, the error beyond half a spacing, and two
+bounds on it; t counts the tokens that the place has seen, u = 2^-24 is fp32's roundoff:
 
     value   excess <= ARITHMETIC t u (|truth| + 2 rms of its row)
     row     norm of the excesses <= ARITHMETIC t u (norm of its row)
 
-A row is K values of one v (states) or V values of one head (outputs; its norm counts as at least `Trace.reach`).
+A row is K values of one v (states) or V values of one head (outputs; its norm counts as at least
+`Trace.reach`).
 
-ARITHMETIC = 64 is about four times what fp32 loses at worst. Softplus as log(1 + exp(x)) is off by u, which exp(A_log) = 16
-makes 16 u of the decay; a sum over K = 256 in one chain loses up to 10 u of the row; fast exp, rsqrt and division 2 to 4 u each.
-Measured on random cases: 3 u for PyTorch's fp32; 17 u for fused sums in one chain with approximate gates; 19 u for `recurrent` on an
-H100 80GB HBM3 over 16 contracts (2026-11-28). What is refused is far off: a decay, beta or normalised k rounded to bf16 is off by
+ARITHMETIC = 64 is about four times what fp32 loses at worst. Softplus as log(1 + exp(x)) is off by
+u, which exp(A_log) = 16 makes 16 u of the decay; a sum over K = 256 in one chain loses up to 10 u
+of the row; fast exp, rsqrt and division 2 to 4 u each.
+Measured on random cases: 3 u for PyTorch's fp32; 17 u for fused sums in one chain with approximate
+    gates; 19 u for `recurrent` on an
+H100 80GB HBM3 over 16 contracts (2026-11-28). What is refused is far off: a decay, beta or
+normalised k rounded to bf16 is off by
 2^-9, 32768 u; a sigmoid by tanh.approx by 2^-11.
 """
 
@@ -42,7 +50,11 @@ TOLERANCE = ARITHMETIC * UNIT
 TINY = 2.0**-126
 
 # significand bits, leading one included, and the smallest number above zero
-STORED = {torch.bfloat16: (8, 2.0**-133), torch.float16: (11, 2.0**-24), torch.float32: (24, 2.0**-149)}
+STORED = {
+    torch.bfloat16: (8, 2.0**-133),
+    torch.float16: (11, 2.0**-24),
+    torch.float32: (24, 2.0**-149),
+}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -50,7 +62,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Verdict:
     """What a check found.
 
-    error: the worst excess over its row's scale and tokens, inf where a place was touched, is NaN or should be zero.
+    error: the worst excess over its row's scale and tokens, inf where a place was touched, is NaN
+        or should be zero.
     tolerance: what `error` may be. worst: where, with the value found and the value wanted.
     """
 
@@ -62,12 +75,16 @@ class Verdict:
     def require(self) -> "Verdict":
         """The verdict itself, or CheckFailed with what it says."""
         if not self.ok:
-            raise CheckFailed(f"{self.worst}: error {self.error:.3g}, accepted is {self.tolerance:.3g}")
+            raise CheckFailed(
+                f"{self.worst}: error {self.error:.3g}, accepted is {self.tolerance:.3g}"
+            )
         return self
 
 
 def half_spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Half the distance between the neighbours of x (fp64) in a stored dtype: what rounding to nearest loses at most."""
+    """Half the distance between the neighbours of x (fp64) in a stored dtype: what rounding to
+    nearest loses at most.
+    """
     bits, smallest = STORED[dtype]
     # the exponent's bits alone are the power of two at or below |x|
     power = (x.contiguous().view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
@@ -83,7 +100,8 @@ def _bits(x: Tensor) -> Tensor:
 class _Part:
     """The places of one tensor that a call must have written, and what they must hold.
 
-    places [n] int64 into the tensor's leading dimensions taken as one; want [n, rows, values] fp64; half: half its spacing;
+    places [n] int64 into the tensor's leading dimensions taken as one; want [n, rows, values] fp64;
+    half: half its spacing;
     value [n, rows, values] and row [n, rows]: one over what the excess may be.
     """
 
@@ -106,7 +124,9 @@ class _Part:
         zero: Tensor | None = None,
         reach: Tensor | None = None,
     ) -> "_Part":
-        """held: what each place holds, an index into values, or -1. tokens, zero and reach are of values."""
+        """held: what each place holds, an index into values, or -1. tokens, zero and reach are of
+        values.
+        """
         places = (held >= 0).nonzero()[:, 0]
         source = held[places]
         want = values[source].double()
@@ -131,11 +151,15 @@ class _Part:
         shares = excess * self.per_value
         rows = excess.norm(dim=-1) * self.per_row
         # the row's share is laid on its largest value, which is the one to look at
-        return torch.maximum(shares, torch.where(excess == excess.amax(-1, keepdim=True), rows[..., None], 0))
+        return torch.maximum(
+            shares, torch.where(excess == excess.amax(-1, keepdim=True), rows[..., None], 0)
+        )
 
 
 def _coordinates(case: Case, name: str, leading: int, rest: Sequence[int]) -> str:
-    """`state[slot=3, head=1, v=7, k=0]` of a place and the indices below it, whatever the layout in memory."""
+    """`state[slot=3, head=1, v=7, k=0]` of a place and the indices below it, whatever the layout in
+    memory.
+    """
     tensor: Tensor = getattr(case, name)
     if name == "state":
         first = f"slot={leading}"
@@ -145,28 +169,47 @@ def _coordinates(case: Case, name: str, leading: int, rest: Sequence[int]) -> st
         first = f"packed row={leading}"
     else:
         first = f"request={leading // tensor.shape[1]}, token={leading % tensor.shape[1]}"
-    return f"{name}[{first}, " + ", ".join(f"{n}={i}" for n, i in zip(("head", "v", "k"), rest, strict=False)) + "]"
+    return (
+        f"{name}[{first}, "
+        + ", ".join(f"{n}={i}" for n, i in zip(("head", "v", "k"), rest, strict=False))
+        + "]"
+    )
 
 
 class Truth:
     """The right result of one case, computed once and compared with any number of kernels' results.
 
-    before: the case as it was before the call; it is kept and must not be written to. requests: judge these alone, and
+    before: the case as it was before the call; it is kept and must not be written to. requests:
+        judge these alone, and
     not whether anything else was touched (for cases too large to compute whole).
     """
 
     def __init__(self, before: Case, requests: Sequence[int] | None = None):
         self.before, self.whole = before, requests is None
         c = before.contract
-        picked = None if requests is None else torch.tensor(requests, dtype=torch.int64, device=before.q.device)
+        picked = (
+            None
+            if requests is None
+            else torch.tensor(requests, dtype=torch.int64, device=before.q.device)
+        )
         t = trace(c, **before.tensors(), requests=picked)
         self.parts = [
-            _Part.of("output", t.output_from, t.output, t.output_tokens, before.output.dtype, t.zero, t.reach),
+            _Part.of(
+                "output",
+                t.output_from,
+                t.output,
+                t.output_tokens,
+                before.output.dtype,
+                t.zero,
+                t.reach,
+            ),
             _Part.of("state", t.state_from, t.states, t.state_tokens, before.state.dtype),
         ]
         if t.intermediate_from is not None and before.intermediate is not None:
             kept = before.intermediate.dtype
-            self.parts.append(_Part.of("intermediate", t.intermediate_from, t.states, t.state_tokens, kept))
+            self.parts.append(
+                _Part.of("intermediate", t.intermediate_from, t.states, t.state_tokens, kept)
+            )
 
     def judge(self, after: Case) -> Verdict:
         """The verdict on a clone of `before` that a kernel was called with."""
@@ -187,7 +230,9 @@ class Truth:
             x = tensor[part.places]
         else:
             x = tensor[part.places // tensor.shape[1], part.places % tensor.shape[1]]
-        return x if part.name == "output" or case.contract.layout == "k_last" else x.transpose(-1, -2)
+        return (
+            x if part.name == "output" or case.contract.layout == "k_last" else x.transpose(-1, -2)
+        )
 
     def _judge_part(self, after: Case, part: _Part) -> Verdict:
         got = self._written(after, part)
@@ -202,11 +247,16 @@ class Truth:
         share = float(shares.reshape(-1)[at])
         index = [int(i) for i in torch.unravel_index(torch.tensor(at), shares.shape)]
         where = _coordinates(after, part.name, int(part.places[index[0]]), index[1:])
-        worst = f"{where}: got {float(got[tuple(index)]):.9g}, want {float(part.want[tuple(index)]):.9g}"
+        worst = (
+            f"{where}: got {float(got[tuple(index)]):.9g}, want"
+            f" {float(part.want[tuple(index)]):.9g}"
+        )
         return Verdict(share <= 1, share * TOLERANCE, worst)
 
     def _touched(self, after: Case) -> Verdict | None:
-        """A verdict where anything changed that no request was to write: other slots, gaps between slots, inputs."""
+        """A verdict where anything changed that no request was to write: other slots, gaps between
+        slots, inputs.
+        """
         for name in DECODE_ARGUMENTS:
             old, new = getattr(self.before, name), getattr(after, name)
             if not isinstance(old, Tensor):
@@ -214,7 +264,8 @@ class Truth:
             now = whole(new)
             for part in self.parts:
                 if part.name == name:
-                    # what was to be written is put back, so all that is left to differ is what was not
+                    # what was to be written is put back, so all that is left to differ is what was
+                    # not
                     now = now.clone()
                     view = now.as_strided(new.shape, new.stride(), new.storage_offset())
                     if name == "state":
@@ -227,7 +278,10 @@ class Truth:
                 continue
             at_storage = int((_bits(was) != _bits(now)).nonzero()[0, 0])
             place = f"{name}, element {at_storage} of its storage" + _place_of(old, at_storage)
-            text = f"{place}, which this call must leave alone: got {float(now[at_storage]):.9g}, was {float(was[at_storage]):.9g}"
+            text = (
+                f"{place}, which this call must leave alone: got {float(now[at_storage]):.9g}, was"
+                f" {float(was[at_storage]):.9g}"
+            )
             return Verdict(False, float("inf"), text)
         return None
 
@@ -244,12 +298,16 @@ def _place_of(x: Tensor, element: int) -> str:
 
 
 def compare(
-    before: Case, after: Case, contract: Contract | None = None, requests: Sequence[int] | None = None
+    before: Case,
+    after: Case,
+    contract: Contract | None = None,
+    requests: Sequence[int] | None = None,
 ) -> Verdict:
     """The verdict on `after`, a clone of `before` that a kernel was called with.
 
-    Written places must be within the tolerance of the fp64 reference (see the module's head), padding's output rows zero, all else
-    bit for bit as it was, inputs included. requests: judge these requests alone, and not what else was touched.
+    Written places must be within the tolerance of the fp64 reference (see the module's head),
+    padding's output rows zero, all else bit for bit as it was, inputs included. requests: judge
+    these requests alone, and not what else was touched.
     """
     if contract is not None and contract != before.contract:
         problem = Problem(contract, before.problem.B, before.problem.H, before.problem.HV)
@@ -258,17 +316,25 @@ def compare(
 
 
 def recipes(contract: Contract, thorough: bool = False) -> Iterator[tuple[Problem, dict[str, Any]]]:
-    """The problems that a variant is checked on, each with make_case's options: small, and awkward in every way at least once."""
+    """The problems that a variant is checked on, each with make_case's options: small, and awkward
+    in every way at least once.
+    """
     c = contract
     heads = c.K * c.V * (c.tokens if c.intermediate != "none" else 1)
     B = 5 if heads <= 2**16 else 4
 
     def lengths(B: int) -> dict[str, Any]:
         # the first request is full, the second empty
-        return {"lengths": [(c.tokens, 0, 1, c.tokens)[n % 4] for n in range(B)], "tail_rows": 2} if c.ragged else {}
+        return (
+            {"lengths": [(c.tokens, 0, 1, c.tokens)[n % 4] for n in range(B)], "tail_rows": 2}
+            if c.ragged
+            else {}
+        )
 
     yield Problem(c, 2, 1, 3), {**lengths(2), "gate_shift": 0.0 if c.gate == "lower_bound" else 2.0}
-    pool: dict[str, Any] = {"padding": 0.4, "skipped": 0.2, "out_of_range": True, "split": True} if c.pool else {}
+    pool: dict[str, Any] = (
+        {"padding": 0.4, "skipped": 0.2, "out_of_range": True, "split": True} if c.pool else {}
+    )
     awkward = {
         "index_dtype": torch.int64,
         "slot_stride_pad": 64,
@@ -282,7 +348,10 @@ def recipes(contract: Contract, thorough: bool = False) -> Iterator[tuple[Proble
     }
     yield Problem(c, B, 2, 4), {**awkward, **pool, **lengths(B)}
     plain = {"use_qk_l2norm": False, "scale": 0.3, "extreme_gates": True, "strided_indices": True}
-    yield Problem(c, 3, 2, 2), {**plain, "softplus_beta": 1.5, "softplus_threshold": 0.5, "lower_bound": -3.0}
+    yield (
+        Problem(c, 3, 2, 2),
+        {**plain, "softplus_beta": 1.5, "softplus_threshold": 0.5, "lower_bound": -3.0},
+    )
     if thorough:
         yield Problem(c, 33, 1, 1), {**pool, **lengths(33)}
         yield Problem(c, 2, 4, 12), {**lengths(2), "extra_steps": 3}
@@ -313,7 +382,9 @@ class Checker:
                 self.cases.append((" ".join(f"{k}={v}" for k, v in facts.items()), Truth(case)))
 
     def check(self, function: Callable[..., Any]) -> Verdict:
-        """The first verdict that is not ok, or the worst of those that are. An exception of the function passes through."""
+        """The first verdict that is not ok, or the worst of those that are. An exception of the
+        function passes through.
+        """
         worst = Verdict(True, 0.0, "nothing was checked")
         for name, truth in self.cases:
             case = truth.before.clone()
@@ -338,8 +409,10 @@ def check_variant(
     seeds: Sequence[int] = (0, 1),
     thorough: bool = False,
 ) -> Verdict:
-    """Whether a compiled kernel is right: calls it on small cases of its contract and compares (see `compare`).
+    """Whether a compiled kernel is right: calls it on small cases of its contract and compares (see
+    `compare`).
 
-    The last few contracts' truths are kept, so checking a contract's variants one after the other computes them once.
+    The last few contracts' truths are kept, so checking a contract's variants one after the other
+    computes them once.
     """
     return _checker(contract, str(device), tuple(seeds), thorough).check(function)

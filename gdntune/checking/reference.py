@@ -1,7 +1,9 @@
-"""The truth: the gated delta rule in plain PyTorch, in fp64 or fp32, and the calling convention of `spec.py` around it.
+"""The truth: the gated delta rule in plain PyTorch, in fp64 or fp32, and the calling convention of
+`spec.py` around it.
 
-`recurrence` is the formula. `gates` makes its decay and beta, `places` says where each request reads and writes, `trace` joins
-them, and `decode` lays the result out as a kernel would. No input is ever written to. Everything runs on CPU and CUDA tensors.
+`recurrence` is the formula. `gates` makes its decay and beta, `places` says where each request
+reads and writes, `trace` joins them, and `decode` lays the result out as a kernel would. No input
+is ever written to. Everything runs on CPU and CUDA tensors.
 """
 
 import dataclasses
@@ -19,12 +21,15 @@ NORM_EPSILON = 1e-6
 LARGE_LOG = 88.0
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """The formula, token by token: S <- decay S; u <- beta (v - S k); S <- S + u k^T; o <- S q.
 
-    q, k [B, T, HV, K], normalised and q scaled; v [B, T, HV, V]; decay [B, T, HV, K], or [B, T, HV, 1] for one a head;
-    beta [B, T, HV]; state S [B, HV, V, K]. All of one dtype, which is the dtype of the arithmetic.
-    Returns the outputs [B, T, HV, V] and the states after each token [B, T, HV, V, K].
+    q, k [B, T, HV, K], normalised and q scaled; v [B, T, HV, V]; decay [B, T, HV, K], or [B, T, HV,
+    1] for one a head; beta [B, T, HV]; state S [B, HV, V, K]. All of one dtype, which is the dtype
+    of the arithmetic. Returns the outputs [B, T, HV, V] and the states after each token [B, T, HV,
+    V, K].
     """
     outputs, states = [], []
     for t in range(q.shape[1]):
@@ -55,14 +60,20 @@ def softplus(x: Tensor, beta: float, threshold: float) -> Tensor:
 
 
 def rated_softplus(A_log: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
-    """exp(A_log) softplus(x), also where the first overflows and the second vanishes: there softplus is exp, and one exp serves both."""
+    """exp(A_log) softplus(x), also where the first overflows and the second vanishes: there
+    softplus is exp, and one exp serves both.
+    """
     scaled = beta * x
     vanishing = (A_log + scaled).exp() / beta
-    return torch.where((A_log > LARGE_LOG) & (scaled < -40), vanishing, A_log.exp() * softplus(x, beta, threshold))
+    return torch.where(
+        (A_log > LARGE_LOG) & (scaled < -40), vanishing, A_log.exp() * softplus(x, beta, threshold)
+    )
 
 
 def rated(A_log: Tensor, x: Tensor) -> Tensor:
-    """exp(A_log) x, also where the first overflows: in two factors, which reach as far as any x above zero needs."""
+    """exp(A_log) x, also where the first overflows: in two factors, which reach as far as any x
+    above zero needs.
+    """
     half = (A_log.clamp(max=2 * LARGE_LOG) / 2).exp()
     return torch.where(A_log > LARGE_LOG, x * half * half, A_log.exp() * x)
 
@@ -78,9 +89,11 @@ def gates(
     lower_bound: float,
     beta_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The decay [..., HV, 1] (GDN) or [..., HV, K] (KDA) and beta [..., HV], of tensors in one compute dtype.
+    """The decay [..., HV, 1] (GDN) or [..., HV, K] (KDA) and beta [..., HV], of tensors in one
+    compute dtype.
 
-    a [..., HV] (GDN) or [..., HV, K] (KDA); b [..., HV]; A_log [HV] or [H]; dt_bias [HV] or [H], KDA: [HV, K] or [H, K].
+    a [..., HV] (GDN) or [..., HV, K] (KDA); b [..., HV]; A_log [HV] or [H]; dt_bias [HV] or [H],
+    KDA: [HV, K] or [H, K].
     """
     HV = b.shape[-1]
     x = a if contract.op == "kda_decode" else a[..., None]
@@ -103,9 +116,10 @@ def gates(
 class Places:
     """Where each request reads and writes; int64, -1 is nowhere.
 
-    start [B]: slot of the state to start from; -1 makes the request padding: nothing is written but zeros to its output rows.
-    rows [B, T]: row of q, k, v, a, b and output, both leading dimensions taken as one.
-    final [B]: slot of the final state. cells [B, T]: slot (`slots`) or row*steps + step of the intermediate buffer.
+    start [B]: slot of the state to start from; -1 makes the request padding: nothing is written but
+    zeros to its output rows. rows [B, T]: row of q, k, v, a, b and output, both leading dimensions
+    taken as one. final [B]: slot of the final state. cells [B, T]: slot (`slots`) or row*steps +
+    step of the intermediate buffer.
     """
 
     start: Tensor
@@ -129,9 +143,10 @@ def places(
 ) -> Places:
     """The places of a call, with every clamp that the convention states.
 
-    An index that is negative, `null_index` or outside its tensor is padding. Ragged lengths are clamped to 0..tokens and to the
-    rows there are; a request of length 0 has its start state as final state. accepted is clamped to 1..columns. A token beyond
-    the columns of slot_index, or beyond the buffer's steps, writes no intermediate state.
+    An index that is negative, `null_index` or outside its tensor is padding. Ragged lengths are
+    clamped to 0..tokens and to the rows there are; a request of length 0 has its start state as
+    final state. accepted is clamped to 1..columns. A token beyond the columns of slot_index, or
+    beyond the buffer's steps, writes no intermediate state.
     """
     device, slots = q.device, state.shape[0]
 
@@ -156,7 +171,9 @@ def places(
         slot_index = _present(slot_index, "slot_index")
         column = torch.zeros_like(request)
         if contract.accepted:
-            column = _present(accepted, "accepted").to(torch.int64).clamp(1, slot_index.shape[1]) - 1
+            column = (
+                _present(accepted, "accepted").to(torch.int64).clamp(1, slot_index.shape[1]) - 1
+            )
         start = inside(slot_index.gather(1, column[:, None])[:, 0], slots)
     elif contract.pool:
         start = inside(_present(read_index, "read_index"), slots)
@@ -188,13 +205,16 @@ def places(
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What was computed, and which of it each place holds in the end; -1 is a place that the call does not touch.
+    """What was computed, and which of it each place holds in the end; -1 is a place that the call
+    does not touch.
 
     output [n, HV, V] and states [m, HV, V, K], always K-last, in the compute dtype and unrounded.
-    output_from [rows], state_from [slots], intermediate_from [rows*steps]: index into output or states, int64.
-    output_tokens [n], state_tokens [m]: how many tokens of its request each has seen. zero [n]: outputs of padding, exactly zero.
-    reach [n, HV]: the norm that an output row has where q meets the state at a random angle, norm(S) norm(q) / sqrt(K). The row
-    itself can be as small as chance has it (a state of one token is u k^T, its outputs u (k.q)), what rounding loses cannot.
+    output_from [rows], state_from [slots], intermediate_from [rows*steps]: index into output or
+    states, int64. output_tokens [n], state_tokens [m]: how many tokens of its request each has
+    seen. zero [n]: outputs of padding, exactly zero. reach [n, HV]: the norm that an output row has
+    where q meets the state at a random angle, norm(S) norm(q) / sqrt(K). The row itself can be as
+    small as chance has it (a state of one token is u k^T, its outputs u (k.q)), what rounding loses
+    cannot.
     """
 
     output: Tensor
@@ -247,8 +267,9 @@ def trace(
 ) -> Trace:
     """A call's results request by request, without a copy of the pool: what `decode` lays out.
 
-    Arguments are those of the calling convention; scale None is K**-0.5. requests [n] int64: compute these alone, the rest
-    counts as untouched (so that a few requests of a large call can be judged).
+    Arguments are those of the calling convention; scale None is K**-0.5. requests [n] int64:
+    compute these alone, the rest counts as untouched (so that a few requests of a large call can be
+    judged).
     """
     where = places(
         contract,
@@ -263,13 +284,20 @@ def trace(
         null_index=null_index,
     )
     if requests is not None:
-        where = Places(where.start[requests], where.rows[requests], where.final[requests], where.cells[requests])
+        where = Places(
+            where.start[requests],
+            where.rows[requests],
+            where.final[requests],
+            where.cells[requests],
+        )
     B, T = where.rows.shape
     HV = v.shape[2]
     real = (where.rows >= 0) & (where.start >= 0)[:, None]
 
     def tokens_of(x: Tensor) -> Tensor:
-        """[B, T, ...] in the compute dtype, zero where there is no token: what lies there may be NaN."""
+        """[B, T, ...] in the compute dtype, zero where there is no token: what lies there may be
+        NaN.
+        """
         if x.shape[0] * x.shape[1] == 0:
             return torch.zeros((B, T, *x.shape[2:]), dtype=dtype, device=x.device)
         row = where.rows.clamp(min=0)
@@ -292,7 +320,8 @@ def trace(
         lower_bound,
         beta_scale,
     )
-    # where there is no token the state passes unchanged, so the last state of every request is its final one
+    # where there is no token the state passes unchanged, so the last state of every request is its
+    # final one
     decay = torch.where(real[..., None, None], decay, 1)
     beta = torch.where(real[..., None], beta, 0)
     start = state[where.start.clamp(min=0)].to(dtype)
@@ -303,18 +332,27 @@ def trace(
     outputs, states, reaches = [], [], []
     for t in range(T):
         one = slice(t, t + 1)
-        o, after = recurrence(query[:, one], key[:, one], value[:, one], decay[:, one], beta[:, one], start)
+        o, after = recurrence(
+            query[:, one], key[:, one], value[:, one], decay[:, one], beta[:, one], start
+        )
         start = after[:, 0]
         # 0 * NaN: a padding request may have met a NaN in the slot that stood in for none
         outputs.append(torch.where(real[:, t, None, None], o[:, 0], 0))
-        reaches.append(start.flatten(-2).norm(dim=-1) * query[:, t].norm(dim=-1) * q.shape[-1] ** -0.5)
+        reaches.append(
+            start.flatten(-2).norm(dim=-1) * query[:, t].norm(dim=-1) * q.shape[-1] ** -0.5
+        )
         if every or t == T - 1:
             states.append(start)
 
-    rows = _held(v.shape[0] * v.shape[1], (where.rows, torch.arange(B * T, device=q.device).view(B, T)))
+    rows = _held(
+        v.shape[0] * v.shape[1], (where.rows, torch.arange(B * T, device=q.device).view(B, T))
+    )
     kept = len(states)
     last = torch.arange(B, device=q.device) * kept + kept - 1
-    each = [(where.cells[:, t], torch.arange(B, device=q.device) * kept + t) for t in range(T if every else 0)]
+    each = [
+        (where.cells[:, t], torch.arange(B, device=q.device) * kept + t)
+        for t in range(T if every else 0)
+    ]
     in_pool = each if contract.intermediate == "slots" else []
     buffer = None
     if contract.intermediate in ("dense", "indexed"):
@@ -337,7 +375,9 @@ def trace(
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Fresh tensors of the shapes that a kernel was given, in the compute dtype; what a call leaves alone is as it was."""
+    """Fresh tensors of the shapes that a kernel was given, in the compute dtype; what a call leaves
+    alone is as it was.
+    """
 
     output: Tensor
     state: Tensor
@@ -351,10 +391,13 @@ class Result:
 
 
 def decode(contract: Contract, *, dtype: torch.dtype = torch.float64, **tensors: Any) -> Result:
-    """What a kernel leaves behind, computed in `dtype`; arguments by the names of DECODE_ARGUMENTS, those of `trace`.
+    """What a kernel leaves behind, computed in `dtype`; arguments by the names of DECODE_ARGUMENTS,
+    those of `trace`.
 
-    The state stays in `dtype` between the tokens of a call and is returned unrounded: `stored` rounds it. All states are read
-    before any is written. Rows of the output that belong to no request keep what `output` held, zeros without one.
+    The state stays in `dtype` between the tokens of a call and is returned unrounded: `stored`
+        rounds it. All states are read
+    before any is written. Rows of the output that belong to no request keep what `output` held,
+    zeros without one.
     """
     t = trace(contract, dtype=dtype, **tensors)
     given, buffer = tensors.get("output"), tensors.get("intermediate")
@@ -367,7 +410,13 @@ def decode(contract: Contract, *, dtype: torch.dtype = torch.float64, **tensors:
 
     states = t.states if contract.layout == "k_last" else t.states.transpose(-1, -2)
     return Result(
-        laid(torch.zeros_like(tensors["v"]) if given is None else given, 2, t.output_from, t.output),
+        laid(
+            torch.zeros_like(tensors["v"]) if given is None else given, 2, t.output_from, t.output
+        ),
         laid(tensors["state"], 1, t.state_from, states),
-        None if buffer is None or t.intermediate_from is None else laid(buffer, 2, t.intermediate_from, states),
+        (
+            None
+            if buffer is None or t.intermediate_from is None
+            else laid(buffer, 2, t.intermediate_from, states)
+        ),
     )

@@ -1,4 +1,6 @@
-"""The command line: parses, calls one function, prints. What a command needs is imported when it runs."""
+"""The command line: parses, calls one function, prints. What a command needs is imported when it
+runs.
+"""
 
 import shlex
 import sys
@@ -34,8 +36,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="gdntune",
-    help="Finds, proves and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at hand. "
-    "Exit codes: 0 done, 1 findings, 2 wrong use or something missing.",
+    help=(
+        "Finds, proves and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at"
+        " hand. Exit codes: 0 done, 1 findings, 2 wrong use or something missing."
+    ),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -51,10 +55,15 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and stop."
+        ),
     ] = False,
 ) -> None:
-    """Finds, proves and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at hand."""
+    """Finds, proves and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at
+    hand.
+    """
 
 
 @app.command()
@@ -63,19 +72,24 @@ def sweep(
     config: ConfigFile,
     part: PartNames = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for journal, table and report; default results/NAME.")
+        Path | None,
+        typer.Option(help="Folder for journal, table and report; default results/NAME."),
     ] = None,
     device: DeviceKind = None,
     index: Index = 0,
     devices: Annotated[
-        str | None, typer.Option(help="CUDA devices that share the cells, as 0,1,2, instead of --index.")
+        str | None,
+        typer.Option(help="CUDA devices that share the cells, as 0,1,2, instead of --index."),
     ] = None,
     executor: Annotated[
-        Literal["local", "ray"], typer.Option(help="Where cells are timed; ray: on all free devices of a Ray cluster.")
+        Literal["local", "ray"],
+        typer.Option(help="Where cells are timed; ray: on all free devices of a Ray cluster."),
     ] = "local",
     table: Annotated[
         list[Path] | None,
-        typer.Option(help="Time this table's choices to the end too, for `gdntune judge`; may be repeated."),
+        typer.Option(
+            help="Time this table's choices to the end too, for `gdntune judge`; may be repeated."
+        ),
     ] = None,
     jobs: Jobs = None,
     timer: Timer = None,
@@ -83,10 +97,12 @@ def sweep(
     bundle: Bundles = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile, check and time every variant of a config; write journal, table and report to a folder.
+    """Compile, check and time every variant of a config; write journal, table and report to a
+    folder.
 
-    Several devices share the cells; a cell's variants are all timed on one. A sweep that was stopped goes on where it ended. Variants
-    that fail are counted; the exit code is 0 where a table was made, else 1.
+    Several devices share the cells; a cell's variants are all timed on one. A sweep that was
+    stopped goes on where it ended. Variants that fail are counted; the exit code is 0 where a table
+    was made, else 1.
     """
     import msgspec
 
@@ -130,7 +146,9 @@ def sweep(
                 "table": outcome.table is not None,
                 "cells": len(wanted.problems()),
                 "chosen": len(chosen),
-                "over_floor_max": None if chosen["over_floor"].isna().all() else float(chosen["over_floor"].max()),
+                "over_floor_max": (
+                    None if chosen["over_floor"].isna().all() else float(chosen["over_floor"].max())
+                ),
                 "notes": outcome.notes,
             }
         )
@@ -151,17 +169,23 @@ def bench(
     peers: Annotated[
         str,
         typer.Option(
-            help="Of flashinfer, fla, sglang and vllm, separated by commas; package.module: one of your own with a PEER."
+            help=(
+                "Of flashinfer, fla, sglang and vllm, separated by commas; package.module: one of"
+                " your own with a PEER."
+            )
         ),
     ] = "flashinfer,fla,sglang",
     table: Annotated[
-        Path | None, typer.Option(help="Time this table's choices instead of those of the table in use.")
+        Path | None,
+        typer.Option(help="Time this table's choices instead of those of the table in use."),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Samples of each, instead of the config's search.final_rounds.")
+        int | None,
+        typer.Option(min=1, help="Samples of each, instead of the config's search.final_rounds."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for journal, table and report; default results/NAME-bench.")
+        Path | None,
+        typer.Option(help="Folder for journal, table and report; default results/NAME-bench."),
     ] = None,
     device: DeviceKind = None,
     index: Index = 0,
@@ -171,10 +195,12 @@ def bench(
     bundle: Bundles = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time other libraries' kernels beside the tuned choice, the default and the floor; write journal and report to a folder.
+    """Time other libraries' kernels beside the tuned choice, the default and the floor; write
+    journal and report to a folder.
 
-    A peer that is not installed, serves no such problem, fails its check or crashes is a row that says so. A bench that was stopped
-    goes on where it ended. The exit code is 0 where all cells of ours were timed, else 1.
+    A peer that is not installed, serves no such problem, fails its check or crashes is a row that
+    says so. A bench that was stopped goes on where it ended. The exit code is 0 where all cells of
+    ours were timed, else 1.
     """
     import msgspec
 
@@ -224,7 +250,9 @@ def bench(
 
 
 def _written(folder: Path) -> tuple["Report", list[str], list[str]]:
-    """The report of a folder, after it was written there; the names of all that is there; what could not be written, and why."""
+    """The report of a folder, after it was written there; the names of all that is there; what
+    could not be written, and why.
+    """
     from gdntune.errors import ToolMissing
     from gdntune.objects.store import atomic_write
     from gdntune.report.report import report
@@ -254,15 +282,19 @@ def _told(made: "Report", notes: list[str], folder: Path, files: list[str]) -> N
 @refusing
 def compile_(
     config: ConfigFile,
-    arch: Annotated[str, typer.Option(help="sm_90a, sm_100a, ...; cpu: this CPU; native: the device at hand.")],
+    arch: Annotated[
+        str, typer.Option(help="sm_90a, sm_100a, ...; cpu: this CPU; native: the device at hand.")
+    ],
     part: PartNames = None,
     bundle: Annotated[
-        Path | None, typer.Option(help="Folder to link all objects into, for a machine without a compiler.")
+        Path | None,
+        typer.Option(help="Folder to link all objects into, for a machine without a compiler."),
     ] = None,
     jobs: Jobs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile every object that a sweep of a config needs, and say how many each part needs. Needs no GPU.
+    """Compile every object that a sweep of a config needs, and say how many each part needs. Needs
+    no GPU.
 
     The exit code is 1 where one does not compile.
     """
@@ -312,10 +344,15 @@ def compile_(
             }
         )
     else:
-        seconds = sum(m.seconds for m, b in zip(manifests, (b for b in built if b.ok), strict=True) if not b.cached)
+        seconds = sum(
+            m.seconds
+            for m, b in zip(manifests, (b for b in built if b.ok), strict=True)
+            if not b.cached
+        )
         typer.echo(
-            f"{len(manifests)} of {len(built)} objects for {device.arch}: {sum(b.cached for b in built)} were there, "
-            f"the others took {seconds:.1f} s of compiling"
+            f"{len(manifests)} of {len(built)} objects for {device.arch}:"
+            f" {sum(b.cached for b in built)} were there, the others took {seconds:.1f} s of"
+            " compiling"
         )
         if worst and worst.registers:
             typer.echo(
@@ -323,10 +360,16 @@ def compile_(
                 f"{max((m.spill_bytes or 0 for m in spilling), default=0)} bytes at most"
             )
         for row in parts:
-            typer.echo("part {name}: {contracts} contracts, {cells} cells, {objects} objects".format(**row))
+            typer.echo(
+                "part {name}: {contracts} contracts, {cells} cells, {objects} objects".format(**row)
+            )
         for b in failed:
             typer.echo(f"failed: {b.spec.name}: {b.reason}", err=True)
-        typer.echo(f"bundle: {bundle}, {bundle_bytes:,} bytes" if bundle and manifests else f"store: {store.root}")
+        typer.echo(
+            f"bundle: {bundle}, {bundle_bytes:,} bytes"
+            if bundle and manifests
+            else f"store: {store.root}"
+        )
     if failed:
         raise typer.Exit(FINDINGS)
 
@@ -336,23 +379,34 @@ def compile_(
 def expect(
     configs: Annotated[
         list[Path],
-        typer.Argument(metavar="CONFIG...", help="YAML files, or names of shipped configs: what to compile."),
+        typer.Argument(
+            metavar="CONFIG...", help="YAML files, or names of shipped configs: what to compile."
+        ),
     ],
     arch: Annotated[str, typer.Option(help="The GPU that is not here: sm_100a, sm_103a, ...")],
     journal: Annotated[
-        list[Path], typer.Option(help="Folder or journal of a sweep or bench of a GPU that was here; may be repeated.")
+        list[Path],
+        typer.Option(
+            help="Folder or journal of a sweep or bench of a GPU that was here; may be repeated."
+        ),
     ],
     against: Annotated[
         list[str] | None,
-        typer.Option(help="Others' figures to stand beside: published:flashinfer-pr-3127; may be repeated."),
+        typer.Option(
+            help="Others' figures to stand beside: published:flashinfer-pr-3127; may be repeated."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write to this Markdown file instead of the terminal.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write to this Markdown file instead of the terminal.")
+    ] = None,
     jobs: Jobs = None,
 ) -> None:
-    """Say what to expect of a GPU that is not here: what every variant takes of it, and times by a model.
+    """Say what to expect of a GPU that is not here: what every variant takes of it, and times by a
+    model.
 
-    Registers, spills, shared memory and occupancy are the compiler's; times are carried over from journals of another GPU and marked as
-    expected, not measured. The exit code is 1 where a variant does not compile or spills.
+    Registers, spills, shared memory and occupancy are the compiler's; times are carried over from
+    journals of another GPU and marked as expected, not measured. The exit code is 1 where a variant
+    does not compile or spills.
     """
     from gdntune.cli.progress import progress
     from gdntune.objects.build import compile_objects
@@ -411,7 +465,9 @@ def expect(
 @app.command()
 @refusing
 def doctor(index: Index = 0, as_json: AsJson = False) -> None:
-    """Say what is here, what it means, and what to do where something lacks; the exit code is 1 where a sweep could not run."""
+    """Say what is here, what it means, and what to do where something lacks; the exit code is 1
+    where a sweep could not run.
+    """
     from rich.text import Text
 
     from gdntune.cli.doctor import examine
@@ -423,11 +479,22 @@ def doctor(index: Index = 0, as_json: AsJson = False) -> None:
         console = terminal()
         for f in findings:
             colour = {"ok": "green", "note": "yellow", "hinders": "red"}[f.status]
-            console.print(Text.assemble((f"{f.status:8}", colour), (f"{f.name:9}", "bold"), f.value), soft_wrap=True)
+            console.print(
+                Text.assemble((f"{f.status:8}", colour), (f"{f.name:9}", "bold"), f.value),
+                soft_wrap=True,
+            )
             if f.status != "ok":
-                console.print(Text(f"{'':17}for: {f.meaning}\n{'':17}do:  {f.remedy}"), soft_wrap=True)
+                console.print(
+                    Text(f"{'':17}for: {f.meaning}\n{'':17}do:  {f.remedy}"), soft_wrap=True
+                )
         bad = [f.name for f in findings if f.status == "hinders"]
-        console.print(Text(f"A sweep cannot run here: see {', '.join(bad)}." if bad else "A sweep can run here."))
+        console.print(
+            Text(
+                f"A sweep cannot run here: see {', '.join(bad)}."
+                if bad
+                else "A sweep can run here."
+            )
+        )
     if any(f.status == "hinders" for f in findings):
         raise typer.Exit(FINDINGS)
 

@@ -1,4 +1,6 @@
-"""What the commands share: options, refusals as one message, how they print. Parsing and printing only."""
+"""What the commands share: options, refusals as one message, how they print. Parsing and printing
+only.
+"""
 
 import functools
 import sys
@@ -23,29 +25,40 @@ FINDINGS, WRONG_USE, INTERRUPTED = 1, 2, 130
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped config such as quickstart.")
+    Path,
+    typer.Argument(
+        metavar="CONFIG", help="A YAML file, or the name of a shipped config such as quickstart."
+    ),
 ]
 PartNames = Annotated[
     list[str] | None,
     typer.Option(
-        "--part", help="Only this part of the config, or those of a pattern such as 'verify-*'; may be repeated."
+        "--part",
+        help=(
+            "Only this part of the config, or those of a pattern such as 'verify-*'; may be"
+            " repeated."
+        ),
     ),
 ]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Compiling processes; by default one a usable core.")]
+Jobs = Annotated[
+    int | None, typer.Option(min=1, help="Compiling processes; by default one a usable core.")
+]
 Index = Annotated[int, typer.Option(min=0, help="Which CUDA device, by torch's numbering.")]
 DeviceKind = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
     typer.Option(help="Instead of the config's device; auto is CUDA where it is."),
 ]
 Timer = Annotated[
-    Literal["auto", "cupti", "events", "cpu", "graph"] | None, typer.Option(help="Instead of the config's timer.")
+    Literal["auto", "cupti", "events", "cpu", "graph"] | None,
+    typer.Option(help="Instead of the config's timer."),
 ]
 L2 = Annotated[
     Literal["cold-clean", "cold-dirty", "rotate", "warm", "chain"] | None,
     typer.Option(help="Instead of the config's L2 policy."),
 ]
 Bundles = Annotated[
-    list[Path] | None, typer.Option(help="Folder of compiled objects, from `gdntune compile`; may be repeated.")
+    list[Path] | None,
+    typer.Option(help="Folder of compiled objects, from `gdntune compile`; may be repeated."),
 ]
 
 
@@ -62,10 +75,18 @@ def refusing(function: F) -> F:
         except OSError as e:
             if e.filename is None:
                 raise  # a closed pipe, say: nothing that the command names
-            typer.echo(f"gdntune: {e.filename}: {e.strerror}; name a place that can be read, or written to", err=True)
+            typer.echo(
+                f"gdntune: {e.filename}: {e.strerror}; name a place that can be read, or"
+                " written to",
+                err=True,
+            )
             raise typer.Exit(WRONG_USE) from None
         except KeyboardInterrupt:
-            typer.echo("gdntune: interrupted; what was journalled stays, and the same command goes on there", err=True)
+            typer.echo(
+                "gdntune: interrupted; what was journalled stays, and the same command goes on"
+                " there",
+                err=True,
+            )
             raise typer.Exit(INTERRUPTED) from None
 
     return call  # type: ignore[return-value]
@@ -82,13 +103,16 @@ def indices(text: str | None, executor: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
         raise UnsupportedProblem(
-            f"--devices {text!r}: accepted are device numbers by torch's numbering, each once, as 0,1,2"
+            f"--devices {text!r}: accepted are device numbers by torch's numbering, each once, as"
+            " 0,1,2"
         )
     return tuple(map(int, parts))
 
 
 def config_of(path: Path, parts: list[str] | None = None) -> "Config":
-    """The config in a file, or the shipped one of a name; only the parts that are named, where some are."""
+    """The config in a file, or the shipped one of a name; only the parts that are named, where some
+    are.
+    """
     from gdntune import kernels, strict
     from gdntune.tuning import config
 
@@ -100,8 +124,8 @@ def config_of(path: Path, parts: list[str] | None = None) -> "Config":
         named = shipped.get(path.name) if path.name == str(path) else None
         if named is None:
             raise ConfigError(
-                f"{path}: no such file or shipped config{strict.near(path.name, shipped)}; accepted are a YAML file and "
-                f"{', '.join(shipped)}"
+                f"{path}: no such file or shipped config{strict.near(path.name, shipped)}; accepted"
+                f" are a YAML file and {', '.join(shipped)}"
             )
         path = named
     found = config.load(path)
@@ -129,7 +153,9 @@ def terminal() -> "Console":
 
 
 def print_page(document: "Document", *, details: bool = False) -> None:
-    """A document on standard output; where it is no terminal, its tables are as wide as what they hold."""
+    """A document on standard output; where it is no terminal, its tables are as wide as what they
+    hold.
+    """
     from gdntune.report.terminal import print_document
 
     print_document(document, terminal(), details=details, folds=sys.stdout.isatty())

@@ -1,4 +1,6 @@
-"""What is here: device, permissions, compilers, versions, tables; what each means for a sweep, and the remedy where one is lacking."""
+"""What is here: device, permissions, compilers, versions, tables; what each means for a sweep, and
+the remedy where one is lacking.
+"""
 
 import contextlib
 import importlib.metadata
@@ -26,7 +28,8 @@ LEAST_TORCH = (2, 11)
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing looked at. status: `ok`; `note`, worth knowing; `hinders`, a sweep on this machine's device cannot run.
+    """One thing looked at. status: `ok`; `note`, worth knowing; `hinders`, a sweep on this
+    machine's device cannot run.
 
     meaning: what it is for. remedy: what to do, empty where it is ok.
     """
@@ -39,7 +42,9 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def examine(index: int = 0) -> list[Finding]:
-    """Everything that a sweep, the runtime and a compile for another machine need, in the order to put it right."""
+    """Everything that a sweep, the runtime and a compile for another machine need, in the order to
+    put it right.
+    """
     fault = arch.cuda_fault(index)
     on_gpu = fault is None
     looks: list[Callable[[], Finding]] = [
@@ -64,7 +69,9 @@ def _version(package: str) -> str | None:
 
 
 def _python() -> Finding:
-    return Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}", "3.10 and later will do")
+    return Finding(
+        "Python", "ok", f"{platform.python_version()}, {sys.executable}", "3.10 and later will do"
+    )
 
 
 def _torch() -> Finding:
@@ -75,7 +82,11 @@ def _torch() -> Finding:
     numbers = tuple(int(n) for n in version.split("+")[0].split(".")[:2] if n.isdigit())
     if numbers < LEAST_TORCH:
         return Finding(
-            "torch", "hinders", version, meaning, "pip install 'torch>=2.11': tvm_ffi exchanges tensors with it"
+            "torch",
+            "hinders",
+            version,
+            meaning,
+            "pip install 'torch>=2.11': tvm_ffi exchanges tensors with it",
         )
     return Finding("torch", "ok", version, meaning)
 
@@ -86,12 +97,20 @@ def _gpu(index: int, fault: str | None) -> Finding:
         return Finding("GPU", "note", "none", meaning, fault)
     device = arch.detect("cuda", index)
     driver = arch.software().get("driver", "unknown")
-    peak = f"{device.peak_gb_s:.0f} GB/s ({device.peak_source})" if device.peak_gb_s else "unknown peak"
+    peak = (
+        f"{device.peak_gb_s:.0f} GB/s ({device.peak_source})"
+        if device.peak_gb_s
+        else "unknown peak"
+    )
     value = f"{device.name}, {device.arch}, {device.sm_count} SMs, {peak}, driver {driver}"
     if device.arch not in arch.TARGETS:
         known = ", ".join(arch.TARGETS)
         return Finding(
-            "GPU", "note", value, meaning, f"kernels were compiled for {known}; on {device.arch} they are untried"
+            "GPU",
+            "note",
+            value,
+            meaning,
+            f"kernels were compiled for {known}; on {device.arch} they are untried",
         )
     return Finding("GPU", "ok", value, meaning)
 
@@ -103,7 +122,10 @@ def _nvml(on_gpu: bool) -> Finding:
             return Finding("NVML", "ok", "answers", meaning)
     if not on_gpu:
         return Finding("NVML", "ok", "not here, and not needed on the CPU", meaning)
-    remedy = "pip install nvidia-ml-py; in a container pass the driver's libraries in (the `utility` capability)"
+    remedy = (
+        "pip install nvidia-ml-py; in a container pass the driver's libraries in (the `utility`"
+        " capability)"
+    )
     return Finding("NVML", "note", "does not answer: clocks are not recorded", meaning, remedy)
 
 
@@ -113,9 +135,15 @@ def _cupti(on_gpu: bool) -> Finding:
         return Finding("CUPTI", "ok", "not needed on the CPU", meaning)
     fault = cupti.fault()
     if fault is None:
-        return Finding("CUPTI", "ok", f"gives kernel records, cupti-python {_version('cupti-python')}", meaning)
+        return Finding(
+            "CUPTI", "ok", f"gives kernel records, cupti-python {_version('cupti-python')}", meaning
+        )
     return Finding(
-        "CUPTI", "note", "gives no records: sweeps fall back to CUDA events, launch gaps included", meaning, fault
+        "CUPTI",
+        "note",
+        "gives no records: sweeps fall back to CUDA events, launch gaps included",
+        meaning,
+        fault,
     )
 
 
@@ -124,7 +152,9 @@ def _gxx(on_gpu: bool) -> Finding:
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
     if path is None:
-        remedy = "apt install g++ (or your system's package of GCC)" + ("; or load a bundle" if on_gpu else "")
+        remedy = "apt install g++ (or your system's package of GCC)" + (
+            "; or load a bundle" if on_gpu else ""
+        )
         return Finding("g++", "hinders", f"no {name} on PATH", meaning, remedy)
     return Finding("g++", "ok", f"{store.toolchain('cpu')}, {path}", meaning)
 
@@ -135,12 +165,17 @@ def _ninja(on_gpu: bool) -> Finding:
     path = shutil.which("ninja") or (str(beside) if beside.exists() else None)
     if path is None:
         status: Literal["note", "hinders"] = "note" if on_gpu else "hinders"
-        return Finding("ninja", status, "neither on PATH nor beside this Python", meaning, "pip install ninja")
+        return Finding(
+            "ninja", status, "neither on PATH nor beside this Python", meaning, "pip install ninja"
+        )
     return Finding("ninja", "ok", path, meaning)
 
 
 def _cutlass(on_gpu: bool) -> Finding:
-    meaning = f"compiles CUDA kernels, for this GPU or, without one, for others; pinned to {store.CUTE_DSL_VERSION}"
+    meaning = (
+        "compiles CUDA kernels, for this GPU or, without one, for others; pinned to"
+        f" {store.CUTE_DSL_VERSION}"
+    )
     version = _version("nvidia-cutlass-dsl")
     if version == store.CUTE_DSL_VERSION:
         return Finding("CuTe DSL", "ok", f"nvidia-cutlass-dsl {version}", meaning)
@@ -155,7 +190,9 @@ def _tvm_ffi() -> Finding:
     meaning = "loads and calls compiled kernels"
     version = _version("apache-tvm-ffi")
     if version is None:
-        return Finding("tvm_ffi", "hinders", "not installed", meaning, "pip install 'apache-tvm-ffi[cpp]'")
+        return Finding(
+            "tvm_ffi", "hinders", "not installed", meaning, "pip install 'apache-tvm-ffi[cpp]'"
+        )
     return Finding("tvm_ffi", "ok", version, meaning)
 
 
@@ -173,10 +210,15 @@ def _cache() -> Finding:
 
 
 def put_to_use(device: arch.Device, path: Path | str, ops: Iterable[str]) -> str:
-    """What a user does so that the runtime chooses by a table of a device, in words. ops: those that it has rules for."""
+    """What a user does so that the runtime chooses by a table of a device, in words. ops: those
+    that it has rules for.
+    """
     names = " and ".join(f"{op}.json" for op in ops)
     folder = dispatch.user_tables() / device.slug
-    return f"copy it as {names} into {folder}, or set GDNTUNE_TABLE={shlex.quote(str(path))}, or call gdntune.load_table({str(path)!r})"
+    return (
+        f"copy it as {names} into {folder}, or set GDNTUNE_TABLE={shlex.quote(str(path))}, or call"
+        f" gdntune.load_table({str(path)!r})"
+    )
 
 
 def _tables(index: int) -> list[Finding]:
@@ -188,12 +230,17 @@ def _tables(index: int) -> list[Finding]:
     ops = ", ".join(GATES)
     named = [Path(os.environ["GDNTUNE_TABLE"])] if os.environ.get("GDNTUNE_TABLE") else []
     own, shipped = (
-        sorted((folder / device.slug).glob("*.json")) for folder in (dispatch.user_tables(), dispatch.shipped_tables())
+        sorted((folder / device.slug).glob("*.json"))
+        for folder in (dispatch.user_tables(), dispatch.shipped_tables())
     )
-    found = [_table(path, device, meaning) for path in (*named, *(p for p in own if p.stem in GATES), *shipped)]
+    found = [
+        _table(path, device, meaning)
+        for path in (*named, *(p for p in own if p.stem in GATES), *shipped)
+    ]
     if not found:
         remedy = (
-            "gdntune sweep CONFIG makes one; until then the nearest device's table or the kernels' default rule is used"
+            "gdntune sweep CONFIG makes one; until then the nearest device's table or the kernels'"
+            " default rule is used"
         )
         found.append(Finding("tables", "note", f"none for {device.name}", meaning, remedy))
     for path in own:
@@ -201,7 +248,10 @@ def _tables(index: int) -> list[Finding]:
             remedy = f"name it OP.json (OP: {ops})"
             found.append(Finding("table", "note", f"{path} is not looked for", meaning, remedy))
     use = f"to use a sweep's table.json, {put_to_use(device, 'PATH', ['OP'])} (OP: {ops})"
-    return [*found, Finding("your own", "ok", use, "how the runtime comes to choose by a table of yours")]
+    return [
+        *found,
+        Finding("your own", "ok", use, "how the runtime comes to choose by a table of yours"),
+    ]
 
 
 def _table(path: Path, device: arch.Device, meaning: str) -> Finding:
@@ -213,7 +263,13 @@ def _table(path: Path, device: arch.Device, meaning: str) -> Finding:
     ops = ", ".join(sorted({rule.when.op for rule in found.rules}))
     if found.device.kind != device.kind:
         remedy = f"name one of {device.name}, or unset GDNTUNE_TABLE"
-        return Finding("table", "note", f"{path} ({ops}) is of {found.device.name}, and refused here", meaning, remedy)
+        return Finding(
+            "table",
+            "note",
+            f"{path} ({ops}) is of {found.device.name}, and refused here",
+            meaning,
+            remedy,
+        )
     old = table.stale(found, kernels.fingerprints(device.kind))
     if old:
         remedy = f"its {', '.join(old)} was measured with other code than is installed: sweep again"

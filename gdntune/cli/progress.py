@@ -1,10 +1,19 @@
-"""How a long command shows that it goes on: bars with the time left in a terminal, one line a finished stage elsewhere."""
+"""How a long command shows that it goes on: bars with the time left in a terminal, one line a
+finished stage elsewhere.
+"""
 
 import sys
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as RichProgress
 
 from gdntune.search import Progress

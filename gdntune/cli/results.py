@@ -19,41 +19,62 @@ results = typer.Typer()
 @refusing
 def report_(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders that `gdntune sweep` wrote, or journals.")
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folders that `gdntune sweep` wrote, or journals."),
     ],
     form: Annotated[
         Literal["md", "csv", "html", "terminal", "kernel-tuner", "flashinfer-bench"] | None,
         typer.Option(
             "--format",
-            help="By default what --out's name ends in, else terminal. The last two are folders: Kernel Tuner's T4 files, "
-            "flashinfer-bench's traces.",
+            help=(
+                "By default what --out's name ends in, else terminal. The last two are folders:"
+                " Kernel Tuner's T4 files, "
+                "flashinfer-bench's traces."
+            ),
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Write to this file, or folder, instead of the terminal; html and folders go beside the first RUN."
+            help=(
+                "Write to this file, or folder, instead of the terminal; html and folders go beside"
+                " the first RUN."
+            )
         ),
     ] = None,
     baseline: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Also speed-ups over this: a peer or PEER.ENTRY, a variant's id, default, or another RUN's name.",
+            help=(
+                "Also speed-ups over this: a peer or PEER.ENTRY, a variant's id, default, or"
+                " another RUN's name."
+            ),
         ),
     ] = None,
     against: Annotated[
         list[str] | None,
-        typer.Option(help="Others' figures to stand beside ours: published:flashinfer-pr-3127; may be repeated."),
+        typer.Option(
+            help=(
+                "Others' figures to stand beside ours: published:flashinfer-pr-3127; may be"
+                " repeated."
+            )
+        ),
     ] = None,
     regret: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Show the choices of `gdntune replay --regret` instead of the sweep's table."),
+        typer.Option(
+            min=0,
+            max=1,
+            help="Show the choices of `gdntune replay --regret` instead of the sweep's table.",
+        ),
     ] = None,
 ) -> None:
-    """Show what sweeps found: times, share of the DRAM's peak, time over the floor, which variant was chosen.
+    """Show what sweeps found: times, share of the DRAM's peak, time over the floor, which variant
+    was chosen.
 
-    html is one file with pictures and samples, which opens without a network. It needs matplotlib: pip install 'gdntune\\[report]'.
+    html is one file with pictures and samples, which opens without a network. It needs matplotlib:
+    pip install 'gdntune\\[report]'.
     """
     from gdntune.objects.store import atomic_write
     from gdntune.report.report import report
@@ -61,17 +82,23 @@ def report_(
     from gdntune.results.table import refuse_tables
 
     refuse_tables(runs)
-    suffix = {".md": "md", ".csv": "csv", ".html": "html"}.get(out.suffix if out else "", "terminal")
+    suffix = {".md": "md", ".csv": "csv", ".html": "html"}.get(
+        out.suffix if out else "", "terminal"
+    )
     form = form or suffix  # type: ignore[assignment]
     if form == "csv" and against:
         raise UnsupportedProblem(
-            "--against with csv: accepted are md, html and the terminal; a CSV holds our measurements"
+            "--against with csv: accepted are md, html and the terminal; a CSV holds our"
+            " measurements"
         )
     if form in ("kernel-tuner", "flashinfer-bench") and (against or baseline):
         raise UnsupportedProblem(
-            f"--against or --baseline with {form}: it holds measurements as they are; leave them out"
+            f"--against or --baseline with {form}: it holds measurements as they are; leave"
+            " them out"
         )
-    made = report(runs, [published(name) for name in dict.fromkeys(against or ())], baseline, regret)
+    made = report(
+        runs, [published(name) for name in dict.fromkeys(against or ())], baseline, regret
+    )
     _refuse_empty(runs, made)
     if form == "kernel-tuner" or form == "flashinfer-bench":
         _export(made, form, out or _beside(runs[0], f"-{form}"))
@@ -81,7 +108,8 @@ def report_(
             made.terminal(terminal(), details=True)
             return
         raise UnsupportedProblem(
-            f"--out {out} as terminal: accepted are files of md, csv and html; name one, or give --format"
+            f"--out {out} as terminal: accepted are files of md, csv and html; name one, or give"
+            " --format"
         )
     if form == "html" and out is None:
         # A page is of no use in a terminal.
@@ -98,14 +126,17 @@ def report_(
 
 
 def _refuse_empty(runs: list[Path], made: "Report") -> None:
-    """JournalError for a run of which there is nothing to say: no cell was tried, and nothing failed."""
+    """JournalError for a run of which there is nothing to say: no cell was tried, and nothing
+    failed.
+    """
     from gdntune.errors import JournalError
     from gdntune.results.journal import Cell, Trial
 
     for path, source in zip(runs, made.sources, strict=True):
         if not any(isinstance(r, (Cell, Trial)) or r.status != "ok" for r in source.records):
             raise JournalError(
-                f"{path}: no cell was timed yet: there is nothing to report; start the same command again, and it goes on there"
+                f"{path}: no cell was timed yet: there is nothing to report; start the same command"
+                " again, and it goes on there"
                 + (f": {source.run.command}" if source.run.command else "")
             )
 
@@ -122,13 +153,17 @@ def _export(made: "Report", form: str, folder: Path) -> None:
     from gdntune.objects.store import atomic_write
     from gdntune.results import exports
 
-    found = (exports.kernel_tuner if form == "kernel-tuner" else exports.flashinfer_bench)(made.sources)
+    found = (exports.kernel_tuner if form == "kernel-tuner" else exports.flashinfer_bench)(
+        made.sources
+    )
     try:
         for name, data in found.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             atomic_write(folder / name, data)
     except OSError as e:
-        raise UnsupportedProblem(f"--out {folder}: cannot be written: {no_folder(folder) or e.strerror or e}") from None
+        raise UnsupportedProblem(
+            f"--out {folder}: cannot be written: {no_folder(folder) or e.strerror or e}"
+        ) from None
     typer.echo(f"{folder}: {len(found.files)} files")
     for note in found.notes:
         typer.echo(note, err=True)
@@ -137,7 +172,8 @@ def _export(made: "Report", form: str, folder: Path) -> None:
 @tables.command("show")
 @refusing
 def table_show(
-    path: Annotated[Path, typer.Argument(help="A table, as `gdntune sweep` writes it.")], as_json: AsJson = False
+    path: Annotated[Path, typer.Argument(help="A table, as `gdntune sweep` writes it.")],
+    as_json: AsJson = False,
 ) -> None:
     """Print a table: where it comes from, and each rule's intervals with their evidence."""
     from gdntune import kernels
@@ -156,11 +192,14 @@ def table_show(
 @refusing
 def table_validate(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", exists=True, dir_okay=False, help="Tables to look at.")
+        list[Path],
+        typer.Argument(metavar="PATH...", exists=True, dir_okay=False, help="Tables to look at."),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Say whether tables can be trusted; the exit code is 1 where one cannot. A stale one is said to be, and is no fault."""
+    """Say whether tables can be trusted; the exit code is 1 where one cannot. A stale one is said
+    to be, and is no fault.
+    """
     from gdntune import kernels
     from gdntune.errors import TableError
     from gdntune.results import table
@@ -179,7 +218,11 @@ def table_validate(
         print_json(results)
     else:
         for r in results:
-            note = f", stale: {', '.join(r['stale'])} was measured with other code" if r["stale"] else ""
+            note = (
+                f", stale: {', '.join(r['stale'])} was measured with other code"
+                if r["stale"]
+                else ""
+            )
             typer.echo(r["fault"] or f"{r['path']}: valid{note}")
     if any(r["fault"] for r in results):
         raise typer.Exit(FINDINGS)
@@ -188,27 +231,42 @@ def table_validate(
 @results.command()
 @refusing
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A sweep's folder, or its journal (.jsonl or .jsonl.xz).")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A sweep's folder, or its journal (.jsonl or .jsonl.xz)."
+        ),
+    ],
     regret: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="How much slower than a cell's best a choice may be; by default as the sweep."),
+        typer.Option(
+            min=0,
+            max=1,
+            help="How much slower than a cell's best a choice may be; by default as the sweep.",
+        ),
     ] = None,
     without: Annotated[
         list[str] | None,
         typer.Option(
-            "--without-variants", help="A pattern such as '*.tv8.*'; what fits counts as never timed. May be repeated."
+            "--without-variants",
+            help="A pattern such as '*.tv8.*'; what fits counts as never timed. May be repeated.",
         ),
     ] = None,
     keep_default: Annotated[
         bool,
         typer.Option(
-            "--keep-default", help="Of equally small tables, that which leaves the default rule's choices at ties."
+            "--keep-default",
+            help="Of equally small tables, that which leaves the default rule's choices at ties.",
         ),
     ] = False,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the table to this file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the table to this file.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Derive the table anew from a journal, without a device; with the sweep's settings it is the sweep's table, byte for byte."""
+    """Derive the table anew from a journal, without a device; with the sweep's settings it is the
+    sweep's table, byte for byte.
+    """
     from gdntune.results import judge, table
 
     table.refuse_tables([run])
@@ -232,29 +290,50 @@ def judge_(
         list[Path],
         typer.Argument(
             metavar="[TABLE] JOURNAL",
-            help="A table and a journal; the journal alone with --hold-out or --share, or where its sweep held cells out.",
+            help=(
+                "A table and a journal; the journal alone with --hold-out or --share, or where its"
+                " sweep held cells out."
+            ),
         ),
     ],
     hold_out: Annotated[
         Literal["every-second"] | None,
-        typer.Option(help="Derive from every second work unit, judge on those between; then the other way round."),
+        typer.Option(
+            help=(
+                "Derive from every second work unit, judge on those between; then the other way"
+                " round."
+            )
+        ),
     ] = None,
     share: Annotated[
         float | None,
-        typer.Option(help="Derive from this share of the samples, by successive halving; judge on samples kept apart."),
+        typer.Option(
+            help=(
+                "Derive from this share of the samples, by successive halving; judge on samples"
+                " kept apart."
+            )
+        ),
     ] = None,
     limit: Annotated[
-        float | None, typer.Option(min=0, help="The largest regret that is accepted, such as 0.03; 32 ns always are.")
+        float | None,
+        typer.Option(
+            min=0, help="The largest regret that is accepted, such as 0.03; 32 ns always are."
+        ),
     ] = None,
-    mean_limit: Annotated[float | None, typer.Option(min=0, help="The largest mean regret that is accepted.")] = None,
+    mean_limit: Annotated[
+        float | None, typer.Option(min=0, help="The largest mean regret that is accepted.")
+    ] = None,
     details: Annotated[bool, typer.Option("--cells", help="Print every cell.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Judge a table by another journal's samples, or a sweep's own by its held-out cells: its regret, a cell and in all. Needs no device.
+    """Judge a table by another journal's samples, or a sweep's own by its held-out cells: its
+    regret, a cell and in all. Needs no device.
 
-    Beside it stand the default rule's regret, and that of FlashInfer's thresholds applied to our variants.
+    Beside it stand the default rule's regret, and that of FlashInfer's thresholds applied to our
+    variants.
 
-    The exit code is 1 where a limit is given and the regret is above it, or a cell could not be judged.
+    The exit code is 1 where a limit is given and the regret is above it, or a cell could not be
+    judged.
     """
     from gdntune.results import halving, journal, judge, table
 
@@ -262,8 +341,8 @@ def judge_(
         raise UnsupportedProblem("--hold-out with --share: give one or the other")
     if len(paths) > (1 if hold_out is not None or share is not None else 2):
         raise UnsupportedProblem(
-            f"{len(paths)} files: accepted are TABLE JOURNAL, JOURNAL alone with --hold-out every-second or --share 0.25, or that of a "
-            "sweep with held-out cells"
+            f"{len(paths)} files: accepted are TABLE JOURNAL, JOURNAL alone with --hold-out"
+            " every-second or --share 0.25, or that of a sweep with held-out cells"
         )
     table.refuse_tables(paths[-1:])
     run, records = journal.read(paths[-1])
@@ -285,9 +364,13 @@ def judge_(
     else:
         print_page(document, details=details)
     above = found.above(limit) if limit is not None else []
-    too_much = mean_limit is not None and (found.table.regret_mean is None or found.table.regret_mean > mean_limit)
+    too_much = mean_limit is not None and (
+        found.table.regret_mean is None or found.table.regret_mean > mean_limit
+    )
     if above:
-        typer.echo(f"{len(above)} cells are above the limit of {limit:.2%}, or not judged", err=True)
+        typer.echo(
+            f"{len(above)} cells are above the limit of {limit:.2%}, or not judged", err=True
+        )
     if too_much:
         typer.echo(f"the mean regret is above the limit of {mean_limit:.2%}", err=True)
     if above or too_much:
@@ -297,17 +380,22 @@ def judge_(
 @results.command("compare")
 @refusing
 def compare_(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The journal, or folder, to compare with.")],
+    a: Annotated[
+        Path, typer.Argument(metavar="A", help="The journal, or folder, to compare with.")
+    ],
     b: Annotated[Path, typer.Argument(metavar="B", help="The journal, or folder, that is judged.")],
     variant: Annotated[
-        str, typer.Option(help="A variant's id; chosen: at each cell what the journals' tables name.")
+        str,
+        typer.Option(help="A variant's id; chosen: at each cell what the journals' tables name."),
     ] = "chosen",
     details: Annotated[
         bool, typer.Option("--cells", help="Print every cell, not only those that are not SAME.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say of each cell of two journals whether B is FASTER, SLOWER, the SAME or UNCLEAR; the exit code is 1 where one is SLOWER."""
+    """Say of each cell of two journals whether B is FASTER, SLOWER, the SAME or UNCLEAR; the exit
+    code is 1 where one is SLOWER.
+    """
     from gdntune.results import compare
     from gdntune.results.table import refuse_tables
 
@@ -328,7 +416,9 @@ def table_diff(
     b: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show the work units at which two tables choose otherwise; the exit code is 1 where there are any."""
+    """Show the work units at which two tables choose otherwise; the exit code is 1 where there are
+    any.
+    """
     from gdntune.results import merge, table
 
     found = merge.diff(table.load(a), table.load(b))
@@ -344,13 +434,18 @@ def table_diff(
 @refusing
 def table_merge(
     a: Annotated[Path, typer.Argument(metavar="A", help="A table.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another, of the same device, policy and kernels.")],
+    b: Annotated[
+        Path, typer.Argument(metavar="B", help="Another, of the same device, policy and kernels.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the merged table goes.")],
     prefer: Annotated[
-        Literal["first", "second"] | None, typer.Option(help="Whose rule counts where the two choose otherwise.")
+        Literal["first", "second"] | None,
+        typer.Option(help="Whose rule counts where the two choose otherwise."),
     ] = None,
 ) -> None:
-    """Make one table of two: all rules of both; where they choose otherwise it is refused, unless --prefer says whose counts."""
+    """Make one table of two: all rules of both; where they choose otherwise it is refused, unless
+    --prefer says whose counts.
+    """
     from gdntune.results import merge, table
 
     made = merge.merge(table.load(a), table.load(b), prefer)
@@ -364,25 +459,42 @@ def explain(
     work_units: Annotated[int | None, typer.Option(help="B*HV; instead of --B and --HV.")] = None,
     B: Annotated[int | None, typer.Option("--B", help="Batch size.")] = None,
     HV: Annotated[int | None, typer.Option("--HV", help="Value heads.")] = None,
-    op: Annotated[Literal["gdn_decode", "kda_decode"], typer.Option(help="What is computed.")] = "gdn_decode",
+    op: Annotated[
+        Literal["gdn_decode", "kda_decode"], typer.Option(help="What is computed.")
+    ] = "gdn_decode",
     tokens: Annotated[int, typer.Option(help="T, tokens a request and call.")] = 1,
     K: Annotated[int, typer.Option("--K", help="Key head size.")] = 128,
     V: Annotated[int, typer.Option("--V", help="Value head size.")] = 128,
     layout: Annotated[
-        Literal["k_last", "v_last"], typer.Option(help="States as slots x HV x V x K, or slots x HV x K x V.")
+        Literal["k_last", "v_last"],
+        typer.Option(help="States as slots x HV x V x K, or slots x HV x K x V."),
     ] = "k_last",
-    state_dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Of the state.")] = "bf16",
-    input_dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Of q, k, v and the output.")] = "bf16",
+    state_dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"], typer.Option(help="Of the state.")
+    ] = "bf16",
+    input_dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"], typer.Option(help="Of q, k, v and the output.")
+    ] = "bf16",
     gate: Annotated[
-        Literal["raw", "log", "softplus", "lower_bound"] | None, typer.Option(help="By default the op's first.")
+        Literal["raw", "log", "softplus", "lower_bound"] | None,
+        typer.Option(help="By default the op's first."),
     ] = None,
-    beta: Annotated[Literal["logit", "given"], typer.Option(help="Whether a sigmoid is applied.")] = "logit",
-    mode: Annotated[Literal["update", "frozen"], typer.Option(help="Whether the final state is written.")] = "update",
+    beta: Annotated[
+        Literal["logit", "given"], typer.Option(help="Whether a sigmoid is applied.")
+    ] = "logit",
+    mode: Annotated[
+        Literal["update", "frozen"], typer.Option(help="Whether the final state is written.")
+    ] = "update",
     intermediate: Annotated[
-        Literal["none", "dense", "indexed", "slots"], typer.Option(help="Where the state after each token goes.")
+        Literal["none", "dense", "indexed", "slots"],
+        typer.Option(help="Where the state after each token goes."),
     ] = "none",
-    accepted: Annotated[bool, typer.Option("--accepted", help="With slots: num_accepted_tokens is given.")] = False,
-    pool: Annotated[bool, typer.Option(help="Whether the state is a pool of slots named by indices.")] = True,
+    accepted: Annotated[
+        bool, typer.Option("--accepted", help="With slots: num_accepted_tokens is given.")
+    ] = False,
+    pool: Annotated[
+        bool, typer.Option(help="Whether the state is a pool of slots named by indices.")
+    ] = True,
     ragged: Annotated[bool, typer.Option("--ragged", help="Packed rows with cu_seqlens.")] = False,
     table_path: Annotated[
         Path | None, typer.Option("--table", help="Ask this table instead of the one in use.")
@@ -397,10 +509,14 @@ def explain(
 
     if work_units is None:
         if B is None or HV is None:
-            raise UnsupportedProblem("work units are not given: accepted are --work-units N, or --B and --HV")
+            raise UnsupportedProblem(
+                "work units are not given: accepted are --work-units N, or --B and --HV"
+            )
         work_units = B * HV
     elif B is not None or HV is not None:
-        raise UnsupportedProblem("--work-units with --B or --HV: give one or the other, work units are B*HV")
+        raise UnsupportedProblem(
+            "--work-units with --B or --HV: give one or the other, work units are B*HV"
+        )
     contract = Contract(
         op=op,
         tokens=tokens,
@@ -422,7 +538,9 @@ def explain(
         print_json(said)
         return
     typer.echo(f"{said['contract']}, {work_units} work units, on {said['device']}")
-    typer.echo(f"  table:   {said['table'] or 'none'}{said['origin'] and ' (' + said['origin'] + ')'}")
+    typer.echo(
+        f"  table:   {said['table'] or 'none'}{said['origin'] and ' (' + said['origin'] + ')'}"
+    )
     typer.echo(f"  variant: {said['variant'] or 'none'}")
     typer.echo(f"  why:     {said['reason']}")
     for warning in said["warnings"]:

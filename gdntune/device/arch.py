@@ -1,4 +1,6 @@
-"""Names, detects and describes devices: peaks, SMs, caches, clocks, versions. torch and NVML are imported on use."""
+"""Names, detects and describes devices: peaks, SMs, caches, clocks, versions. torch and NVML are
+imported on use.
+"""
 
 import contextlib
 import difflib
@@ -26,7 +28,8 @@ PROC_CPUINFO = Path("/proc/cpuinfo")
 CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 CGROUP = Path("/sys/fs/cgroup")
 
-# Datasheet DRAM bandwidth in GB/s by a pattern of the name that torch and NVML report; the first that matches counts.
+# Datasheet DRAM bandwidth in GB/s by a pattern of the name that torch and NVML report; the first
+# that matches counts.
 KNOWN: dict[str, float] = {
     r"GB300|B300": 8000.0,
     r"GB200|B200|B100": 8000.0,
@@ -63,7 +66,9 @@ EVENT_REASONS: dict[int, str] = {
     0x80: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
-THROTTLES = frozenset({"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"})
+THROTTLES = frozenset(
+    {"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"}
+)
 # How long a cell waits for a throttled device to cool, and between two looks at it.
 COOL_S, LOOK_S = 10.0, 0.25
 # A clock that moved by more than this is another clock.
@@ -76,11 +81,15 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a table is keyed on, and what is known of it before anything is timed.
 
     name: as torch reports it ("NVIDIA H100 80GB HBM3"), or the CPU's model name.
-    arch: the compiler's name ("sm_90a"); of a CPU its machine, its widest vectors and a hash of its flags
-    ("x86_64-avx512-1a2b3c4d"), since its objects are built for the CPU at hand and are SIGILL on another.
+    arch: the compiler's name ("sm_90a"); of a CPU its machine, its widest vectors and a hash of its
+        flags
+    ("x86_64-avx512-1a2b3c4d"), since its objects are built for the CPU at hand and are SIGILL on
+    another.
     sm_count: SMs, or usable threads. l2_bytes: L2, or the last-level cache.
-    peak_gb_s: the DRAM's peak, 1e9 bytes a second; None where only a measurement could tell. What `detect` returns is
-    never measured, so that two detections of one machine are equal; `timing.measured_peaks` measures.
+    peak_gb_s: the DRAM's peak, 1e9 bytes a second; None where only a measurement could tell. What
+        `detect` returns is
+    never measured, so that two detections of one machine are equal; `timing.measured_peaks`
+    measures.
     """
 
     kind: Kind
@@ -99,7 +108,9 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Clocks in MHz, temperature in Celsius, power in W, and why the clocks are what they are. None: not readable."""
+    """Clocks in MHz, temperature in Celsius, power in W, and why the clocks are what they are.
+    None: not readable.
+    """
 
     sm_mhz: int | None = None
     memory_mhz: int | None = None
@@ -108,7 +119,8 @@ class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     event_reasons: tuple[str, ...] = ()
 
 
-# Stand-ins for compiling and planning without the GPU, from NVIDIA's architecture papers; `detect` reads the real one.
+# Stand-ins for compiling and planning without the GPU, from NVIDIA's architecture papers; `detect`
+# reads the real one.
 # arch: name, SMs, MiB of L2, GiB of memory, GB/s.
 _STAND_INS: dict[str, tuple[str, int, int, int, float]] = {
     "sm_80": ("NVIDIA A100-SXM4-80GB", 108, 40, 80, 2039.0),
@@ -125,18 +137,23 @@ TARGETS: dict[str, Device] = {
 
 
 def target(arch: str) -> Device:
-    """A device to compile for that need not be here: `sm_90a` is an H100, `sm_100a` a B200. UnknownName lists all."""
+    """A device to compile for that need not be here: `sm_90a` is an H100, `sm_100a` a B200.
+    UnknownName lists all.
+    """
     if arch not in TARGETS:
         near = difflib.get_close_matches(arch, TARGETS, n=1)
         meant = f" (did you mean `{near[0]}`?)" if near else ""
         raise UnknownName(
-            f"no arch is called {arch!r}{meant}: accepted are {listed(TARGETS)}, and on the command line cpu and native"
+            f"no arch is called {arch!r}{meant}: accepted are {listed(TARGETS)}, and on the command"
+            " line cpu and native"
         )
     return TARGETS[arch]
 
 
 def arch_name(major: int, minor: int) -> str:
-    """The compiler's name of a compute capability; from 9.0 on with the `a` of architecture-specific features."""
+    """The compiler's name of a compute capability; from 9.0 on with the `a` of
+    architecture-specific features.
+    """
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
@@ -158,22 +175,35 @@ def detect(kind: Literal["auto", "cuda", "cpu"] = "auto", index: int = 0) -> Dev
     if fault is None:
         return _detect_cuda(index)
     if kind == "cuda":
-        raise ToolMissing(f"{fault}, or use the CPU (device: cpu in a config, --device cpu on the command line)")
+        raise ToolMissing(
+            f"{fault}, or use the CPU (device: cpu in a config, --device cpu on the command line)"
+        )
     return _detect_cpu()
 
 
 def cuda_fault(index: int = 0) -> str | None:
-    """Why torch has no CUDA device `index` here, and what to do about it, but for the CPU instead; None where it has."""
+    """Why torch has no CUDA device `index` here, and what to do about it, but for the CPU instead;
+    None where it has.
+    """
     try:
         import torch
     except ImportError:
         return "no CUDA device: torch is not installed; install a CUDA build of torch"
     if torch.version.cuda is None:
-        return f"no CUDA device: torch {torch.__version__} is built without CUDA; install a CUDA build of torch"
+        return (
+            f"no CUDA device: torch {torch.__version__} is built without CUDA; install a CUDA build"
+            " of torch"
+        )
     if not torch.cuda.is_available():
-        return f"no CUDA device: torch {torch.__version__} finds no GPU or no driver; see `nvidia-smi` and check CUDA_VISIBLE_DEVICES"
+        return (
+            f"no CUDA device: torch {torch.__version__} finds no GPU or no driver; see `nvidia-smi`"
+            " and check CUDA_VISIBLE_DEVICES"
+        )
     if not 0 <= index < torch.cuda.device_count():
-        return f"no CUDA device {index}: accepted are 0 to {torch.cuda.device_count() - 1}; check CUDA_VISIBLE_DEVICES"
+        return (
+            f"no CUDA device {index}: accepted are 0 to {torch.cuda.device_count() - 1}; check"
+            " CUDA_VISIBLE_DEVICES"
+        )
     return None
 
 
@@ -225,7 +255,9 @@ def _cpu_identity(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def _cpu_arch(machine: str, flags: tuple[str, ...]) -> str:
-    """The machine, its widest vectors and a hash of its flags; where no flags are listed the model's name is hashed."""
+    """The machine, its widest vectors and a hash of its flags; where no flags are listed the
+    model's name is hashed.
+    """
     families = {"avx512": "avx512f", "avx2": "avx2", "sve": "sve", "neon": "asimd"}
     vectors = [family for family, flag in families.items() if flag in flags][:1]
     text = " ".join(flags) or _cpu_identity(PROC_CPUINFO)[0]
@@ -233,7 +265,9 @@ def _cpu_arch(machine: str, flags: tuple[str, ...]) -> str:
 
 
 def cpu_threads() -> int:
-    """Threads worth starting: the cores this process may run on, and no more than its cgroup's quota pays for."""
+    """Threads worth starting: the cores this process may run on, and no more than its cgroup's
+    quota pays for.
+    """
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, min(cores, math.ceil(_cgroup_cpus(CGROUP))))
@@ -263,13 +297,17 @@ def last_level_cache_bytes(root: Path = CPU_CACHES) -> int:
 
 
 def _host_memory_bytes() -> int:
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # not every system has these names
+    with contextlib.suppress(
+        AttributeError, ValueError, OSError
+    ):  # not every system has these names
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 0
 
 
 def nvml_peak_gb_s(index: int = 0) -> float | None:
-    """2 * highest memory clock * bus width: 3352 GB/s of an H100 (2619 MHz, 5120 bits). None: it cannot be read."""
+    """2 * highest memory clock * bus width: 3352 GB/s of an H100 (2619 MHz, 5120 bits). None: it
+    cannot be read.
+    """
     with nvml.opened() as lib:
         handle = lib and nvml.device(lib, index)
         if handle is None:
@@ -280,7 +318,9 @@ def nvml_peak_gb_s(index: int = 0) -> float | None:
 
 
 def clocks(index: int | None = 0) -> Clocks:
-    """The clocks of torch's CUDA device `index` now; empty for `index=None` (the CPU) and where there is no NVML."""
+    """The clocks of torch's CUDA device `index` now; empty for `index=None` (the CPU) and where
+    there is no NVML.
+    """
     if index is None:
         return Clocks()
     with nvml.opened() as lib:
@@ -294,14 +334,18 @@ def clocks(index: int | None = 0) -> Clocks:
         return Clocks(
             sm_mhz=nvml.query(lib, "nvmlDeviceGetClockInfo", handle, lib.NVML_CLOCK_SM),
             memory_mhz=nvml.query(lib, "nvmlDeviceGetClockInfo", handle, lib.NVML_CLOCK_MEM),
-            temperature_c=nvml.query(lib, "nvmlDeviceGetTemperature", handle, lib.NVML_TEMPERATURE_GPU),
+            temperature_c=nvml.query(
+                lib, "nvmlDeviceGetTemperature", handle, lib.NVML_TEMPERATURE_GPU
+            ),
             power_w=None if power_mw is None else power_mw / 1e3,
             event_reasons=tuple(name for bit, name in EVENT_REASONS.items() if mask & bit),
         )
 
 
 def throttled(now: Clocks) -> bool:
-    """Whether heat, a power brake or another hardware slowdown held the clocks down; a plain power cap is not one."""
+    """Whether heat, a power brake or another hardware slowdown held the clocks down; a plain power
+    cap is not one.
+    """
     return not THROTTLES.isdisjoint(now.event_reasons)
 
 
@@ -314,11 +358,15 @@ def settled(index: int | None = 0) -> Clocks:
 
 
 def slowdown(*seen: Clocks) -> str | None:
-    """What held the clocks down, and the least clock and highest temperature seen meanwhile; None: nothing did."""
+    """What held the clocks down, and the least clock and highest temperature seen meanwhile; None:
+    nothing did.
+    """
     found = [now for now in seen if throttled(now)]
     if not found:
         return None
-    reasons = sorted({reason for now in found for reason in THROTTLES.intersection(now.event_reasons)})
+    reasons = sorted(
+        {reason for now in found for reason in THROTTLES.intersection(now.event_reasons)}
+    )
     mhz = min((now.sm_mhz for now in found if now.sm_mhz is not None), default=None)
     heat = max((now.temperature_c for now in found if now.temperature_c is not None), default=None)
     at = [f"SMs at {mhz} MHz"] * (mhz is not None) + [f"{heat} C"] * (heat is not None)
@@ -326,27 +374,43 @@ def slowdown(*seen: Clocks) -> str | None:
 
 
 def shift(before: Clocks, after: Clocks) -> str | None:
-    """How the clock of the SMs or the memory moved between two looks, by more than SHIFT; None: neither did, or the device was idle."""
+    """How the clock of the SMs or the memory moved between two looks, by more than SHIFT; None:
+    neither did, or the device was idle.
+    """
     if "gpu_idle" in {*before.event_reasons, *after.event_reasons}:
         return None
     pairs = {"SMs": (before.sm_mhz, after.sm_mhz), "memory": (before.memory_mhz, after.memory_mhz)}
-    moved = {name: (a, b) for name, (a, b) in pairs.items() if a and b and abs(a - b) > SHIFT * max(a, b)}
+    moved = {
+        name: (a, b) for name, (a, b) in pairs.items() if a and b and abs(a - b) > SHIFT * max(a, b)
+    }
     return ", ".join(f"{name} from {a} to {b} MHz" for name, (a, b) in moved.items()) or None
 
 
 def peak_disagreement(values: Mapping[str, float | None]) -> str | None:
-    """What is odd about the figures of one DRAM's peak, GB/s, by source (datasheet, nvml, measured); None: nothing.
+    """What is odd about the figures of one DRAM's peak, GB/s, by source (datasheet, nvml,
+    measured); None: nothing.
 
-    Datasheet and NVML must agree within 5%. A measured copy reaches 85% to 105% of either: 90% on an H100, 3005 GB/s.
+    Datasheet and NVML must agree within 5%. A measured copy reaches 85% to 105% of either: 90% on
+    an H100, 3005 GB/s.
     """
     found: list[str] = []
     sheet, board, measured = (values.get(source) for source in ("datasheet", "nvml", "measured"))
     if sheet and board and abs(board / sheet - 1) > 0.05:
-        found.append(f"NVML's clock and bus give {board:.0f} GB/s, the datasheet {sheet:.0f}: one is another model's")
+        found.append(
+            f"NVML's clock and bus give {board:.0f} GB/s, the datasheet {sheet:.0f}: one is another"
+            " model's"
+        )
     for source, peak in (("the datasheet's", sheet), ("NVML's", board)):
         if peak and measured and not 0.85 <= measured / peak <= 1.05:
-            why = "that peak is wrong" if measured > peak else "look for other work on the GPU, and at its clocks"
-            found.append(f"a copy moved {measured:.0f} GB/s, {measured / peak:.0%} of {source} {peak:.0f}: {why}")
+            why = (
+                "that peak is wrong"
+                if measured > peak
+                else "look for other work on the GPU, and at its clocks"
+            )
+            found.append(
+                f"a copy moved {measured:.0f} GB/s, {measured / peak:.0%} of {source} {peak:.0f}:"
+                f" {why}"
+            )
     return "; ".join(found) or None
 
 
@@ -362,7 +426,9 @@ def _first_line(command: list[str]) -> str:
 
 
 def software() -> dict[str, str]:
-    """Versions of what decides a measurement; what is not here is left out. Imports none of it but NVML's binding."""
+    """Versions of what decides a measurement; what is not here is left out. Imports none of it but
+    NVML's binding.
+    """
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

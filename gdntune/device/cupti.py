@@ -1,4 +1,6 @@
-"""CUPTI's activity records: this process' recorder, why there is none where there is none, and times from records."""
+"""CUPTI's activity records: this process' recorder, why there is none where there is none, and
+times from records.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -10,7 +12,9 @@ Record = tuple[int, int, str]  # start and end in ns, the kernel's name
 FLUSH = "gdntune_flush"
 
 _REMEDY = {
-    "INSUFFICIENT_PRIVILEGES": "load the driver with NVreg_RestrictProfilingToAdminUsers=0, or run with CAP_SYS_ADMIN",
+    "INSUFFICIENT_PRIVILEGES": (
+        "load the driver with NVreg_RestrictProfilingToAdminUsers=0, or run with CAP_SYS_ADMIN"
+    ),
     "ImportError": "pip install 'cupti-python>=13.0.1,<14'",
     "MULTIPLE_SUBSCRIBERS": "end the other profiler (torch.profiler, nsys, ncu) of this process",
 }
@@ -25,7 +29,9 @@ class RecordSource(Protocol):
 
 
 class Recorder:
-    """Records kernels, copies and fills. CUPTI takes callbacks once a process: there is one of these, `recorder()`."""
+    """Records kernels, copies and fills. CUPTI takes callbacks once a process: there is one of
+    these, `recorder()`.
+    """
 
     def __init__(self) -> None:
         from cupti import cupti
@@ -69,7 +75,9 @@ def recorder() -> Recorder:
 
 
 def fault() -> str | None:
-    """Why CUPTI gives no records here and what to do about it; None where it gives them. Launches one tiny kernel."""
+    """Why CUPTI gives no records here and what to do about it; None where it gives them. Launches
+    one tiny kernel.
+    """
     try:
         source = recorder()
         source.start()
@@ -85,7 +93,10 @@ def fault() -> str | None:
     except Exception as error:  # noqa: BLE001  cupti-python's own error class has moved between its versions
         reason = f"CUPTI cannot be used ({type(error).__name__}: {error})"
     remedies = [text for key, text in _REMEDY.items() if key in reason]
-    return f"{reason}; {remedies[0] if remedies else 'see that driver, CUDA and cupti-python are of one major version'}"
+    return (
+        f"{reason};"
+        f" {remedies[0] if remedies else 'see that driver, CUDA and cupti-python are of one major version'}"
+    )
 
 
 def _probe() -> None:
@@ -96,10 +107,13 @@ def _probe() -> None:
 
 
 def segments_us(records: Sequence[Record], calls: int, markers: int = 1) -> list[float]:
-    """The microseconds of `calls` calls, each from its first start to its last end, in the order of time.
+    """The microseconds of `calls` calls, each from its first start to its last end, in the order of
+    time.
 
-    records: in any order; those named FLUSH are markers, `markers` a call, the last of them right before it. What
-    follows the others is the flush's own work. Raises MeasurementError where a marker or a call left no record.
+    records: in any order; those named FLUSH are markers, `markers` a call, the last of them right
+        before it. What
+    follows the others is the flush's own work. Raises MeasurementError where a marker or a call
+    left no record.
     """
     found: list[tuple[int, int] | None] = []
     for start, end, name in sorted(records):
@@ -107,20 +121,23 @@ def segments_us(records: Sequence[Record], calls: int, markers: int = 1) -> list
             found.append(None)
         elif not 0 < start <= end:
             raise MeasurementError(
-                f"CUPTI gave {name!r} the times {start} to {end} ns, so it could not time it; use --timer events"
+                f"CUPTI gave {name!r} the times {start} to {end} ns, so it could not time it; use"
+                " --timer events"
             )
         elif found:
             segment = found[-1]
             found[-1] = (segment[0], max(segment[1], end)) if segment else (start, end)
     if len(found) != calls * markers:
         raise MeasurementError(
-            f"CUPTI gave {len(found)} records of {FLUSH} where {calls * markers} were launched, {len(records)} in all: "
-            f"end any other profiler in this process; the reader must launch one kernel, with {FLUSH} in its name"
+            f"CUPTI gave {len(found)} records of {FLUSH} where {calls * markers} were launched,"
+            f" {len(records)} in all: end any other profiler in this process; the reader must"
+            f" launch one kernel, with {FLUSH} in its name"
         )
     timed = found[markers - 1 :: markers]
     if None in timed:
         raise MeasurementError(
-            f"call {timed.index(None)} of {calls} left no CUPTI record between its flush and the next: it launched "
-            "nothing, or not on the current stream; time calls that launch kernels there"
+            f"call {timed.index(None)} of {calls} left no CUPTI record between its flush and the"
+            " next: it launched nothing, or not on the current stream; time calls that launch"
+            " kernels there"
         )
     return [(segment[1] - segment[0]) / 1e3 for segment in timed if segment]

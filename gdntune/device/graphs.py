@@ -9,7 +9,8 @@ from gdntune.errors import MeasurementError
 
 Work = Callable[[], Any]
 
-# About 100 us of an H100: what the host needs to queue a graph of 200 nodes between two events. Without it the start event of a short
+# About 100 us of an H100: what the host needs to queue a graph of 200 nodes between two events.
+# Without it the start event of a short
 # graph is over before the graph is queued, and the wait is in its time.
 SPIN_CYCLES = 200_000
 # Timed replays between two of the recording that they are compared with.
@@ -20,7 +21,9 @@ class Recorder(Protocol):
     """Records pieces of work and times their replays."""
 
     def record(self, works: Sequence[Work]) -> list[Work]:
-        """What replays each piece of work. Each has run before, so that nothing is loaded or compiled while it is recorded."""
+        """What replays each piece of work. Each has run before, so that nothing is loaded or
+        compiled while it is recorded.
+        """
         ...
 
     def times_us(self, replays: Sequence[Work]) -> list[float]:
@@ -36,17 +39,22 @@ class GraphRecorder:
 
         self._stream = torch.cuda.Stream()
         self._events: list[tuple[Any, Any]] = []
-        self._failed: list[Any] = []  # kept: torch's allocator goes on asking a graph whose capture failed
+        self._failed: list[
+            Any
+        ] = []  # kept: torch's allocator goes on asking a graph whose capture failed
 
     def record(self, works: Sequence[Work]) -> list[Work]:
-        """One graph a piece of work; the graphs share a pool for what is allocated in them, since they never run at once.
+        """One graph a piece of work; the graphs share a pool for what is allocated in them, since
+        they never run at once.
 
-        MeasurementError for work that cannot be captured, after which torch's memory of this process is not to be emptied; a device
-        that is lost raises its own error.
+        MeasurementError for work that cannot be captured, after which torch's memory of this
+        process is not to be emptied; a device that is lost raises its own error.
         """
         import torch
 
-        pool = torch.cuda.graph_pool_handle()  # a new one each time: torch refuses a pool whose graphs are all gone
+        pool = (
+            torch.cuda.graph_pool_handle()
+        )  # a new one each time: torch refuses a pool whose graphs are all gone
         replays: list[Work] = []
         for i, work in enumerate(works):
             torch.cuda.synchronize()
@@ -55,16 +63,17 @@ class GraphRecorder:
             except Exception as e:
                 torch.cuda.synchronize()  # raises where the device is lost, which is no fault of the capture
                 raise MeasurementError(
-                    f"work {i} of {len(works)} cannot be captured in a CUDA graph ({type(e).__name__}: "
-                    f"{str(e)[:200]}): accepted are calls that only launch kernels, on the current stream; "
-                    "use the timer cupti or events"
+                    f"work {i} of {len(works)} cannot be captured in a CUDA graph"
+                    f" ({type(e).__name__}: {str(e)[:200]}): accepted are calls that only launch"
+                    " kernels, on the current stream; use the timer cupti or events"
                 ) from e
         return replays
 
     def _captured(self, work: Work, pool: Any) -> Any:
         import torch
 
-        # Not torch.cuda.graph: it returns torch's cached memory to the device first, for each of hundreds of graphs.
+        # Not torch.cuda.graph: it returns torch's cached memory to the device first, for each of
+        # hundreds of graphs.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -80,11 +89,15 @@ class GraphRecorder:
         return graph
 
     def times_us(self, replays: Sequence[Work]) -> list[float]:
-        """Microseconds between events right before and after each launch, on the current stream; the launch's gaps are included."""
+        """Microseconds between events right before and after each launch, on the current stream;
+        the launch's gaps are included.
+        """
         import torch
 
         while len(self._events) < len(replays):
-            self._events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self._events.append(
+                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            )
             for event in self._events[-1]:
                 event.record()  # torch makes an event at its first record
         events = self._events[: len(replays)]
@@ -117,12 +130,19 @@ class Difference:
             self._base, self._works = [], []
 
     def times_us(self, order: Sequence[int]) -> list[float]:
-        """Microseconds of a replay of each work that `order` names, less the median of the base's; below 0 within their noise.
+        """Microseconds of a replay of each work that `order` names, less the median of the base's;
+        below 0 within their noise.
 
         The last replay is of the last work named.
         """
-        replays, timed, bases = [*self._base], [], []  # the first is not counted: it finds the device as anyone left it
-        middle = min(BASE_EVERY, len(order)) // 2  # amid those that it is subtracted from, so that a drift cancels
+        replays, timed, bases = (
+            [*self._base],
+            [],
+            [],
+        )  # the first is not counted: it finds the device as anyone left it
+        middle = (
+            min(BASE_EVERY, len(order)) // 2
+        )  # amid those that it is subtracted from, so that a drift cancels
         for position, i in enumerate(order):
             if position % BASE_EVERY == middle:
                 bases.append(len(replays))

@@ -7,7 +7,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def opened() -> Iterator[Any]:
-    """pynvml, initialised; None without pynvml, without a driver (its library comes with it), or without permission."""
+    """pynvml, initialised; None without pynvml, without a driver (its library comes with it), or
+    without permission.
+    """
     try:
         import pynvml  # type: ignore[import-untyped]
     except ImportError:
@@ -25,7 +27,9 @@ def opened() -> Iterator[Any]:
 
 
 def query(lib: Any, names: str, *arguments: Any) -> Any:
-    """The value of the first of NVML's functions `names` that exists; None where this GPU or driver refuses."""
+    """The value of the first of NVML's functions `names` that exists; None where this GPU or driver
+    refuses.
+    """
     call = next((getattr(lib, name) for name in names.split() if hasattr(lib, name)), None)
     try:
         return call and call(*arguments)
@@ -35,7 +39,8 @@ def query(lib: Any, names: str, *arguments: Any) -> Any:
 
 def device(lib: Any, index: int) -> Any:
     """NVML's handle of torch's CUDA device `index`, or None."""
-    # NVML numbers all GPUs by bus; torch those of CUDA_VISIBLE_DEVICES, fastest first. The UUID is the same in both.
+    # NVML numbers all GPUs by bus; torch those of CUDA_VISIBLE_DEVICES, fastest first. The UUID is
+    # the same in both.
     import torch
 
     if torch.cuda.is_available() and index < torch.cuda.device_count():

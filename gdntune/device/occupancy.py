@@ -1,4 +1,6 @@
-"""How many thread blocks of a kernel a multiprocessor can hold at once, from what the compiler says of it."""
+"""How many thread blocks of a kernel a multiprocessor can hold at once, from what the compiler says
+of it.
+"""
 
 from typing import NamedTuple
 
@@ -12,7 +14,9 @@ REGISTER_UNIT, SHARED_UNIT = 8, 128
 
 
 class Multiprocessor(NamedTuple):
-    """What an SM has: 32-bit registers, shared memory in bytes and of that the most a block can ask for, threads and blocks at once."""
+    """What an SM has: 32-bit registers, shared memory in bytes and of that the most a block can ask
+    for, threads and blocks at once.
+    """
 
     registers: int
     shared_bytes: int
@@ -21,7 +25,8 @@ class Multiprocessor(NamedTuple):
     blocks: int
 
 
-# NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": 8.0, 8.9, 9.0, 10.0, 10.3 and 12.0.
+# NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": 8.0, 8.9,
+# 9.0, 10.0, 10.3 and 12.0.
 MULTIPROCESSORS: dict[str, Multiprocessor] = {
     "sm_80": Multiprocessor(65536, 164 << 10, 163 << 10, 2048, 32),
     "sm_89": Multiprocessor(65536, 100 << 10, 99 << 10, 1536, 24),
@@ -33,7 +38,9 @@ MULTIPROCESSORS: dict[str, Multiprocessor] = {
 
 
 class Occupancy(NamedTuple):
-    """blocks: at once on an SM. share: of the warps that it has room for. bound: what admits no more blocks, the first where several."""
+    """blocks: at once on an SM. share: of the warps that it has room for. bound: what admits no
+    more blocks, the first where several.
+    """
 
     blocks: int
     share: float
@@ -41,18 +48,28 @@ class Occupancy(NamedTuple):
 
 
 def occupancy(arch: str, threads: int, registers: int, shared_bytes: int) -> Occupancy:
-    """The theoretical occupancy of an SM by blocks of `threads` threads with `registers` each and `shared_bytes` that the launch asks for.
+    """The theoretical occupancy of an SM by blocks of `threads` threads with `registers` each and
+    `shared_bytes` that the launch asks for.
 
-    bound: `warps`, `registers`, `shared memory` or `blocks`. Raises UnknownName for an arch that MULTIPROCESSORS lacks, UnsupportedProblem
+    bound: `warps`, `registers`, `shared memory` or `blocks`. Raises UnknownName for an arch that
+        MULTIPROCESSORS lacks, UnsupportedProblem
     for a block that no SM can hold.
     """
     if arch not in MULTIPROCESSORS:
-        raise UnknownName(f"arch {arch!r}: the limits of its SMs are not here; accepted are {listed(MULTIPROCESSORS)}")
+        raise UnknownName(
+            f"arch {arch!r}: the limits of its SMs are not here; accepted are"
+            f" {listed(MULTIPROCESSORS)}"
+        )
     sm = MULTIPROCESSORS[arch]
-    if not 1 <= threads <= 1024 or not 1 <= registers <= 255 or not 0 <= shared_bytes <= sm.shared_bytes_a_block:
+    if (
+        not 1 <= threads <= 1024
+        or not 1 <= registers <= 255
+        or not 0 <= shared_bytes <= sm.shared_bytes_a_block
+    ):
         raise UnsupportedProblem(
-            f"a block of {threads} threads, {registers} registers a thread and {shared_bytes} bytes of shared memory: accepted on {arch} "
-            f"are 1 to 1024, 1 to 255, 0 to {sm.shared_bytes_a_block}"
+            f"a block of {threads} threads, {registers} registers a thread and {shared_bytes} bytes"
+            f" of shared memory: accepted on {arch} are 1 to 1024, 1 to 255, 0 to"
+            f" {sm.shared_bytes_a_block}"
         )
     warps = -(-threads // WARP)
     held = -(-registers // REGISTER_UNIT) * REGISTER_UNIT * WARP
@@ -67,6 +84,7 @@ def occupancy(arch: str, threads: int, registers: int, shared_bytes: int) -> Occ
     bound = min(room, key=lambda name: room[name])
     if not room[bound]:
         raise UnsupportedProblem(
-            f"no SM of {arch} holds a block of {threads} threads with {registers} registers each: fewer threads, or fewer registers"
+            f"no SM of {arch} holds a block of {threads} threads with {registers} registers each:"
+            " fewer threads, or fewer registers"
         )
     return Occupancy(room[bound], room[bound] * warps * WARP / sm.threads, bound)

@@ -1,15 +1,34 @@
-"""The registry of kernels: a new one is a module, its config and a line here. Nothing else knows kernels by name."""
+"""The registry of kernels: a new one is a module, its config and a line here. Nothing else knows
+kernels by name.
+"""
 
 from collections.abc import Iterable
 
 from gdntune.device.arch import Device
 from gdntune.errors import TableError, UnknownName, UnsupportedProblem, listed
-from gdntune.kernels import cpu_recurrent_config, cpu_stream_config, recurrent_config, stream_config, wy_config
+from gdntune.kernels import (
+    cpu_recurrent_config,
+    cpu_stream_config,
+    recurrent_config,
+    stream_config,
+    wy_config,
+)
 from gdntune.kernels.spec import Kernel, Role, Variant
 from gdntune.kernels.stream_config import flush
 from gdntune.problem import Contract, Problem
 
-__all__ = ["KERNELS", "at", "check_names", "default", "fingerprints", "flush", "get", "refuse", "serving", "variants"]
+__all__ = [
+    "KERNELS",
+    "at",
+    "check_names",
+    "default",
+    "fingerprints",
+    "flush",
+    "get",
+    "refuse",
+    "serving",
+    "variants",
+]
 
 KERNELS: dict[str, Kernel] = {
     k.name: k
@@ -56,16 +75,21 @@ def check_names(found: Iterable[Variant], source: str) -> None:
     for v in found:
         if v.kernel in KERNELS and (named := KERNELS[v.kernel].named(v)):
             raise TableError(
-                f"{source}: $.variants[{v.id!r}].knobs are those of {named}: accepted is the id that knobs have; write it wherever "
-                "the other stands, or take the table that `gdntune sweep` wrote"
+                f"{source}: $.variants[{v.id!r}].knobs are those of {named}: accepted is the id"
+                " that knobs have; write it wherever the other stands, or take the table that"
+                " `gdntune sweep` wrote"
             )
 
 
 def default(contract: Contract, work_units: int, device: Device, role: Role = "decode") -> Variant:
-    """The variant used where no table speaks: of the kernel that leads for the contract, else of the device's first of the role."""
+    """The variant used where no table speaks: of the kernel that leads for the contract, else of
+    the device's first of the role.
+    """
     found = serving(device, role)
     if not found:
-        raise UnsupportedProblem(f"no {role} kernel runs on {device.kind} ({device.name}): there are {listed(KERNELS)}")
+        raise UnsupportedProblem(
+            f"no {role} kernel runs on {device.kind} ({device.name}): there are {listed(KERNELS)}"
+        )
     kernel = next((k for k in found if k.leads(contract)), found[0])
     return kernel.variant(kernel.default(contract, work_units, device))
 

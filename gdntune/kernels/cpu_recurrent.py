@@ -1,4 +1,6 @@
-"""The CPU decode kernel: C++ whose one template, cpu/decode.h, serves every contract. This writes its setting and compiles it."""
+"""The CPU decode kernel: C++ whose one template, cpu/decode.h, serves every contract. This writes
+its setting and compiles it.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,5 +51,7 @@ def source(facts: Mapping[str, Any], knobs: Mapping[str, Any], name: str) -> str
 
 
 def compile(facts: Mapping[str, Any], knobs: Mapping[str, Any], name: str, folder: Path) -> Path:
-    """Writes folder/NAME.o, which exports `name`; ToolMissing without a compiler, BuildError where it fails."""
+    """Writes folder/NAME.o, which exports `name`; ToolMissing without a compiler, BuildError where
+    it fails.
+    """
     return object_of(source(facts, knobs, name), name, folder)

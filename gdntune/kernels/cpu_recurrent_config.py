@@ -19,15 +19,18 @@ class Knobs:
     ilp: int = knob("ilp", "rows in flight (k_last), or groups of vec rows (v_last)")
     vec: int = knob("vec", "fp32 lanes of a vector; 16 is one AVX-512 register")
     ahead: bool = knob("ahead", "the next tile is fetched into the cache meanwhile", default=False)
-    around: bool = knob("around", "states after a token go around the cache to memory", default=False)
+    around: bool = knob(
+        "around", "states after a token go around the cache to memory", default=False
+    )
 
 
 def facts(c: Contract) -> Facts:
-    """What an object is compiled for: what a call's arguments cannot tell, and what the inner loops are made of.
+    """What an object is compiled for: what a call's arguments cannot tell, and what the inner loops
+    are made of.
 
-    Dynamic are all sizes but K, every stride but the innermost, the dtypes of all tensors but the state, GDN or KDA, which
-    index tensors are given, intermediate states. `gate` tells `lower_bound` from the others alone: without A_log the log
-    decay is given.
+    Dynamic are all sizes but K, every stride but the innermost, the dtypes of all tensors but the
+    state, GDN or KDA, which index tensors are given, intermediate states. `gate` tells
+    `lower_bound` from the others alone: without A_log the log decay is given.
     """
     return {
         "state_dtype": c.state_dtype,
@@ -58,7 +61,10 @@ def refuse(c: Contract, s: Knobs) -> str | None:
     if s.tile_v % rows:
         return f"tile_v={s.tile_v} is not a multiple of the {rows} rows in flight"
     if s.around and c.intermediate == "none":
-        return "around=True without intermediate states: the final state is stored where it was read, in the cache"
+        return (
+            "around=True without intermediate states: the final state is stored where it was read,"
+            " in the cache"
+        )
     return None
 
 
@@ -68,7 +74,9 @@ def _native(device: Device) -> int:
 
 
 def _legal(c: Contract, device: Device) -> list[Knobs]:
-    """Legal settings that fetch ahead, the simplest first: native vectors, small tiles, few rows in flight."""
+    """Legal settings that fetch ahead, the simplest first: native vectors, small tiles, few rows in
+    flight.
+    """
     widths = sorted(WIDTHS, key=lambda vec: (vec > _native(device), abs(vec - _native(device))))
     return [
         s
@@ -83,7 +91,8 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
     native, legal = _native(device), _legal(c, device)
     other = native // 2 if native > 4 else 8
-    # k_last: one row in flight leaves the latency of its sums bare (1.4 to 1.6 times the time, AMD EPYC); v_last has few
+    # k_last: one row in flight leaves the latency of its sums bare (1.4 to 1.6 times the time, AMD
+    # EPYC); v_last has few
     # legal settings, all are tried
     found = [s for s in legal if c.layout == "v_last" or (s.ilp > 1 and s.vec in (native, other))]
     few = [s for s in found if s.vec == native and s.tile_v <= 32]
@@ -94,12 +103,17 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
 
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
-    """A rule for where no table speaks, from what won on an AMD EPYC of two cores: native vectors and as many rows in flight as may be.
+    """A rule for where no table speaks, from what won on an AMD EPYC of two cores: native vectors
+    and as many rows in flight as may be.
 
-    k_last: a tile is 8 KiB of memory, so that it, its fp32 copy and the next tile share L1. v_last wants long rows of memory:
-    64 rows of V at K=128, and all of them at T=1, where no tile is kept. Smaller while threads would idle.
+    k_last: a tile is 8 KiB of memory, so that it, its fp32 copy and the next tile share L1. v_last
+        wants long rows of memory:
+    64 rows of V at K=128, and all of them at T=1, where no tile is kept. Smaller while threads
+    would idle.
     """
-    elements = 8192 // ITEMSIZE[c.state_dtype] if c.layout == "k_last" else 8192 if c.tokens > 1 else 16384
+    elements = (
+        8192 // ITEMSIZE[c.state_dtype] if c.layout == "k_last" else 8192 if c.tokens > 1 else 16384
+    )
     while elements > 1024 and work_units * c.K * c.V // elements < 4 * device.sm_count:
         elements //= 2
 

@@ -1,4 +1,6 @@
-"""The CPU floor: C++, cpu/stream.h, that moves the state's bytes and computes next to nothing. This writes its setting and compiles it."""
+"""The CPU floor: C++, cpu/stream.h, that moves the state's bytes and computes next to nothing. This
+writes its setting and compiles it.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,10 +33,17 @@ def source(facts: Mapping[str, Any], knobs: Mapping[str, Any], name: str) -> str
         if key in ("write", "ahead", "around")
     }
     return SOURCE.format(
-        name=name, state=STATES[facts["state_dtype"]], block=knobs["block"], ilp=knobs["ilp"], vec=knobs["vec"], **flags
+        name=name,
+        state=STATES[facts["state_dtype"]],
+        block=knobs["block"],
+        ilp=knobs["ilp"],
+        vec=knobs["vec"],
+        **flags,
     )
 
 
 def compile(facts: Mapping[str, Any], knobs: Mapping[str, Any], name: str, folder: Path) -> Path:
-    """Writes folder/NAME.o, which exports `name`; ToolMissing without a compiler, BuildError where it fails."""
+    """Writes folder/NAME.o, which exports `name`; ToolMissing without a compiler, BuildError where
+    it fails.
+    """
     return object_of(source(facts, knobs, name), name, folder)

@@ -19,11 +19,15 @@ class Knobs:
     ilp: int = knob("ilp", "accesses in flight")
     vec: int = knob("vec", "fp32 lanes of a vector; 16 is one AVX-512 register")
     ahead: bool = knob("ahead", "the next block is fetched into the cache meanwhile", default=False)
-    around: bool = knob("around", "states after a token go around the cache to memory", default=False)
+    around: bool = knob(
+        "around", "states after a token go around the cache to memory", default=False
+    )
 
 
 def facts(c: Contract) -> Facts:
-    """What an object is compiled for; the size of a slot, and whether and how many intermediate states are written, are dynamic."""
+    """What an object is compiled for; the size of a slot, and whether and how many intermediate
+    states are written, are dynamic.
+    """
     return {"state_dtype": c.state_dtype, "write": c.mode == "update"}
 
 
@@ -33,7 +37,10 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         if getattr(s, name) not in accepted:
             return f"{name}={getattr(s, name)}: accepted are {', '.join(map(str, accepted))}"
     if s.around and c.intermediate == "none":
-        return "around=True without intermediate states: the state is stored where it was read, in the cache"
+        return (
+            "around=True without intermediate states: the state is stored where it was read, in the"
+            " cache"
+        )
     return None
 
 
@@ -66,5 +73,10 @@ KERNEL = Kernel(
     default=default,
     facts=facts,
     compiler="gdntune.kernels.cpu_stream:compile",
-    sources=("gdntune.kernels.cpu_stream", "kernels/cpu/stream.h", "kernels/cpu/arguments.h", "kernels/cpu/vectors.h"),
+    sources=(
+        "gdntune.kernels.cpu_stream",
+        "kernels/cpu/stream.h",
+        "kernels/cpu/arguments.h",
+        "kernels/cpu/vectors.h",
+    ),
 )

@@ -1,4 +1,5 @@
-"""What a kernel's objects depend on, as a hash: its sources and what they import from `gdntune.kernels`, without comments and docstrings.
+"""What a kernel's objects depend on, as a hash: its sources and what they import from
+`gdntune.kernels`, without comments and docstrings.
 
 Text, not syntax trees, is hashed, so that Pythons of different versions agree.
 """
@@ -51,7 +52,11 @@ def _imports(text: str) -> set[str]:
     """The modules of gdntune.kernels that a kernel's source imports."""
     found = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gdntune.kernels"):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.startswith("gdntune.kernels")
+        ):
             for name in node.names:
                 candidate = f"{node.module}.{name.name}"
                 found.add(candidate if _path(candidate).exists() else node.module)
@@ -81,10 +86,17 @@ def closure(sources: tuple[str, ...]) -> list[str]:
 
 @cache
 def fingerprint(sources: tuple[str, ...]) -> str:
-    """A short hash of the sources' code: modules (`gdntune.kernels.recurrent`) or files below gdntune/ (`kernels/cpu/decode.h`)."""
+    """A short hash of the sources' code: modules (`gdntune.kernels.recurrent`) or files below
+    gdntune/ (`kernels/cpu/decode.h`).
+    """
     digest = hashlib.sha256()
     for source in closure(sources):
         text = _path(source).read_text()
         digest.update(source.encode() + b"\0")
-        digest.update((stripped_python(text) if source.startswith("gdntune.") else stripped_cpp(text)).encode() + b"\0")
+        digest.update(
+            (
+                stripped_python(text) if source.startswith("gdntune.") else stripped_cpp(text)
+            ).encode()
+            + b"\0"
+        )
     return digest.hexdigest()[:16]

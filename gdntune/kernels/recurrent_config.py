@@ -22,20 +22,33 @@ class Knobs:
     lanes: int = knob("ln", "threads that share a row, a power of two")
     threads: int = knob("th", "threads a block")
     split: int = knob("sp", "warps that share a row's K (v_last)", default=1)
-    run: int = knob("run", "key positions side by side in a thread (v_last); 0: all that it has", default=0)
+    run: int = knob(
+        "run", "key positions side by side in a thread (v_last); 0: all that it has", default=0
+    )
     early: bool = knob(
-        "early", "the state's loads go before the gate, and the next rows' before this ones' stores", default=False
+        "early",
+        "the state's loads go before the gate, and the next rows' before this ones' stores",
+        default=False,
     )
     fence: bool = knob(
         "fence",
-        "T=1: a branch keeps what needs q, k and the gate behind the state's loads, and q and k are normalised there",
+        "T=1: a branch keeps what needs q, k and the gate behind the state's loads, and q and k are"
+        " normalised there",
         default=False,
     )
     spread: bool = knob(
-        "spread", "a row's sums end in a few of its threads, which hand u round; else in all of them", default=False
+        "spread",
+        "a row's sums end in a few of its threads, which hand u round; else in all of them",
+        default=False,
     )
-    heads: bool = knob("heads", "T=1: neighbouring blocks have neighbouring heads, not one head's tiles", default=False)
-    registers: int = knob("rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0)
+    heads: bool = knob(
+        "heads",
+        "T=1: neighbouring blocks have neighbouring heads, not one head's tiles",
+        default=False,
+    )
+    registers: int = knob(
+        "rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0
+    )
 
 
 def held_rows(c: Contract, s: Knobs) -> int:
@@ -75,7 +88,10 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return f"threads={s.threads}: accepted are 32, 64, 128, 256, 512"
     if s.lanes not in (1, 2, 4, 8, 16, 32):
         # another number compiles in silence, and its butterfly sums are wrong
-        return f"lanes={s.lanes}: the row's sums are butterflies within a warp, accepted are powers of two to 32"
+        return (
+            f"lanes={s.lanes}: the row's sums are butterflies within a warp, accepted are powers of"
+            " two to 32"
+        )
     size = s.vec * ITEMSIZE[c.state_dtype]
     if size not in (4, 8, 16):
         return f"vec={s.vec} of {c.state_dtype} is {size} bytes a load: accepted are 4, 8, 16"
@@ -85,30 +101,52 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         if s.split != 1:
             return f"split={s.split} with k_last: a row is one warp's, accepted is 1"
         if s.run:
-            return f"run={s.run} with k_last: a thread's neighbours are those of a load, accepted is 0"
+            return (
+                f"run={s.run} with k_last: a thread's neighbours are those of a load, accepted is 0"
+            )
     else:
         if s.split not in (1, 2, 4, 8, 16) or s.threads // 32 % s.split:
-            return f"split={s.split} of {s.threads // 32} warps: accepted are 1, 2, 4, 8, 16 that divide the warps"
+            return (
+                f"split={s.split} of {s.threads // 32} warps: accepted are 1, 2, 4, 8, 16 that"
+                " divide the warps"
+            )
         if c.K % (s.lanes * s.split):
             return f"K={c.K} is not a multiple of lanes*split={s.lanes * s.split}"
         if s.ilp != 1:
             return f"ilp={s.ilp} with v_last: a thread holds vec rows, accepted is 1"
         held = c.K // (s.lanes * s.split)
         if s.run not in (0, 1, 2, 4, 8) or (s.run and (s.run >= held or held % s.run)):
-            return f"run={s.run} of the {held} key positions that a thread holds: accepted are 0 and 1, 2, 4, 8 that divide them"
+            return (
+                f"run={s.run} of the {held} key positions that a thread holds: accepted are 0 and"
+                " 1, 2, 4, 8 that divide them"
+            )
     if s.spread and (held_rows(c, s) == 1 or s.lanes == 1):
-        return "spread=True: accepted with rows, and threads that share them, to spread over: more than one of each"
+        return (
+            "spread=True: accepted with rows, and threads that share them, to spread over: more"
+            " than one of each"
+        )
     if s.registers not in (0, 64, 96, 128):
         return f"registers={s.registers}: accepted are 0, 64, 96, 128"
     if s.heads and (compiled_tokens(c) > 1 or s.tile_v == c.V):
-        return f"heads=True: accepted at T=1 with more than one tile a head, tile_v={s.tile_v} of V={c.V}"
+        return (
+            f"heads=True: accepted at T=1 with more than one tile a head, tile_v={s.tile_v} of"
+            f" V={c.V}"
+        )
     if s.fence and (not s.early or compiled_tokens(c) > 1 or c.layout == "v_last"):
-        return "fence=True: accepted with k_last at T=1 and early=True, where loads stand before the gate"
+        return (
+            "fence=True: accepted with k_last at T=1 and early=True, where loads stand before the"
+            " gate"
+        )
     rows = chunk_rows(c, s)
     if s.tile_v % rows:
-        return f"tile_v={s.tile_v} is not a multiple of the {rows} rows that {s.threads} threads hold"
+        return (
+            f"tile_v={s.tile_v} is not a multiple of the {rows} rows that {s.threads} threads hold"
+        )
     if s.split > 1 and s.tile_v != rows:
-        return f"tile_v={s.tile_v} with split={s.split}: warps that share rows go over them once, accepted is {rows}"
+        return (
+            f"tile_v={s.tile_v} with split={s.split}: warps that share rows go over them once,"
+            f" accepted is {rows}"
+        )
     if c.V % s.tile_v:
         return f"V={c.V} is not a multiple of tile_v={s.tile_v}"
     held = held_elements(c, s)
@@ -139,7 +177,9 @@ def _candidates(c: Contract) -> list[Knobs]:
 
 
 def _worth_trying(c: Contract, s: Knobs) -> bool:
-    """Leaves out what lost everywhere on an H100, HV=64, B=1 to 512 (docs/measured.md, "What the recurrent kernel owes to what")."""
+    """Leaves out what lost everywhere on an H100, HV=64, B=1 to 512 (docs/measured.md, "What the
+    recurrent kernel owes to what").
+    """
     elements = held_elements(c, s)
     chunks = s.tile_v // chunk_rows(c, s)
     loop, narrow = compiled_tokens(c) > 1, ITEMSIZE[c.state_dtype] == 2
@@ -148,7 +188,8 @@ def _worth_trying(c: Contract, s: Knobs) -> bool:
     if s.fence and (c.op == "gdn_decode" or elements > 32 or not s.spread):
         return False
     if c.layout == "v_last":
-        # From 4 threads of 16 bytes side by side; 8 and more won, with the row's K split over warps to keep registers few. Two chunks of
+        # From 4 threads of 16 bytes side by side; 8 and more won, with the row's K split over warps
+        # to keep registers few. Two chunks of
         # 128 elements in fp32 spill.
         wide = s.vec * ITEMSIZE[c.state_dtype] == 16 and s.lanes <= 8 and s.threads >= 64
         fits = elements <= (128 if s.split == 1 and (chunks == 1 or narrow) else 64)
@@ -156,19 +197,34 @@ def _worth_trying(c: Contract, s: Knobs) -> bool:
             return False
         if loop:
             return s.spread or s.split == 4 or s.lanes == 1
-        # A thread's rows of K all side by side: up to 4% slower. Capped, where a few registers too many cost a block, and nothing spills.
+        # A thread's rows of K all side by side: up to 4% slower. Capped, where a few registers too
+        # many cost a block, and nothing spills.
         many = s.split >= 4 or (chunks == 1 and s.split == 2)
         if s.registers:
-            near = c.op == "gdn_decode" and c.gate == "raw" and c.pool and elements == 32 and s.lanes in (2, 4)
-            return near and not narrow and many and not s.spread and (s.run == 4 or (s.run == 1 and not s.heads))
+            near = (
+                c.op == "gdn_decode"
+                and c.gate == "raw"
+                and c.pool
+                and elements == 32
+                and s.lanes in (2, 4)
+            )
+            return (
+                near
+                and not narrow
+                and many
+                and not s.spread
+                and (s.run == 4 or (s.run == 1 and not s.heads))
+            )
         return many and s.run > 0 and s.threads <= 256 and (s.spread or s.lanes == 1)
     if elements > 64:
         return False
     if not s.spread and held_rows(c, s) > (2 if s.tile_v <= 32 or not loop else 1):
-        # to hand u round is a wait, which counts where few blocks run, and half the instructions, which count elsewhere
+        # to hand u round is a wait, which counts where few blocks run, and half the instructions,
+        # which count elsewhere
         return False
     if not loop:
-        # four lanes a row or eight bytes a load: more registers or more instructions for the same bytes in flight
+        # four lanes a row or eight bytes a load: more registers or more instructions for the same
+        # bytes in flight
         return s.early and chunks == 1 and (s.lanes >= 8 or c.K % 64 != 0)
     if c.op == "kda_decode" and s.early and chunks == 2 and s.lanes == 4 and s.vec == 4:
         # a decay for each of 32 key positions, beside two chunks of the state: 16 bytes spill
@@ -176,7 +232,9 @@ def _worth_trying(c: Contract, s: Knobs) -> bool:
     if s.registers:
         # a fifth block an SM, where nothing spills for it
         near = narrow and s.spread and s.lanes == 16 and s.threads == 128 and elements == 64
-        return near and (s.tile_v == 64 or (s.tile_v == 128 and not s.early and c.intermediate == "none"))
+        return near and (
+            s.tile_v == 64 or (s.tile_v == 128 and not s.early and c.intermediate == "none")
+        )
     return s.threads >= 64 and s.lanes <= 16 and elements >= 16 and (s.early or s.spread)
 
 
@@ -200,7 +258,9 @@ class _Target:
 
 
 def _target(c: Contract, heads: float) -> _Target:
-    """From the winners on an H100, HV=64 and 32 (docs/results). heads: value heads in flight for each SM."""
+    """From the winners on an H100, HV=64 and 32 (docs/results). heads: value heads in flight for
+    each SM.
+    """
     narrow = ITEMSIZE[c.state_dtype] == 2
     if c.layout == "v_last":
         if narrow:
@@ -223,7 +283,9 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A rule for where no table speaks, by value heads in flight for each SM."""
     legal = list(space(c, device)) or [s for s in _candidates(c) if not refuse(c, s)]
     if not legal:
-        raise UnsupportedProblem(f"no setting of recurrent serves {c.key()}: {refuse(c, Knobs(32, 1, 8, 16, 128))}")
+        raise UnsupportedProblem(
+            f"no setting of recurrent serves {c.key()}: {refuse(c, Knobs(32, 1, 8, 16, 128))}"
+        )
     target = _target(c, work_units / device.sm_count)
 
     def distance(s: Knobs) -> tuple[Any, ...]:

@@ -1,24 +1,30 @@
-"""What a kernel entry has, what a variant is, and the one calling convention of every compiled kernel.
+"""What a kernel entry has, what a variant is, and the one calling convention of every compiled
+kernel.
 
-Calling convention. A decode kernel, CPU or CUDA, takes these positional arguments; a tensor that the contract does not have is None.
+Calling convention. A decode kernel, CPU or CUDA, takes these positional arguments; a tensor that
+the contract does not have is None.
 
-    state         [slots, HV, V, K] (k_last) or [slots, HV, K, V] (v_last); each head contiguous, any slot stride
-    q, k          [B, T, H, K];  v  [B, T, HV, V];  last dimension contiguous. ragged: [1, total, ...]
+    state         [slots, HV, V, K] (k_last) or [slots, HV, K, V] (v_last); each head contiguous,
+    any slot stride
+    q, k          [B, T, H, K];  v  [B, T, HV, V];  last dimension contiguous. ragged: [1, total,
+    ...]
     a             [B, T, HV] (GDN: a, or the log decay) or [B, T, HV, K] (KDA: g)
     b             [B, T, HV]: beta or its logit
     A_log, dt_bias   GDN: [HV] each;  KDA: A_log [HV] or [H], dt_bias [HV, K] or [H, K]
     read_index    [B] int32;  write_index  [B] int32
-    slot_index    int32: [B] (`indexed`: row of `intermediate`) or [B, 1+S] (`slots`: slot that token t's state goes to)
+    slot_index    int32: [B] (`indexed`: row of `intermediate`) or [B, 1+S] (`slots`: slot that
+        token t's state goes to)
     accepted      [B] int32: the start column is clamp(accepted, 1, 1+S) - 1
     cu_seqlens    [B+1] int32
     intermediate  [rows, steps, HV, V, K] (v_last: [..., K, V]), any stride of rows and steps
     output        [B, T, HV, V]
-    scale, softplus_beta, softplus_threshold, lower_bound, beta_scale   float32 (beta_scale is 2 for negative eigenvalues)
+    scale, softplus_beta, softplus_threshold, lower_bound, beta_scale   float32 (beta_scale is 2 for
+    negative eigenvalues)
     null_index, use_qk_l2norm   int32 (an index that is negative or equals null_index is padding)
 
-A floor kernel takes (state [slots, n], slots [B] int32: those that it moves, one after another, intermediate [B, steps, n] or None,
-factor float32, sink [1] float32).
-Nothing is allocated or kept by a kernel; CUDA kernels run on the current stream.
+A floor kernel takes (state [slots, n], slots [B] int32: those that it moves, one after another,
+intermediate [B, steps, n] or None, factor float32, sink [1] float32). Nothing is allocated or kept
+by a kernel; CUDA kernels run on the current stream.
 """
 
 import dataclasses
@@ -32,8 +38,9 @@ from gdntune.errors import UnknownName, listed
 from gdntune.problem import Contract, Problem
 
 DECODE_ARGUMENTS = (
-    "state q k v a b A_log dt_bias read_index write_index slot_index accepted cu_seqlens intermediate output "
-    "scale softplus_beta softplus_threshold lower_bound beta_scale null_index use_qk_l2norm"
+    "state q k v a b A_log dt_bias read_index write_index slot_index accepted cu_seqlens"
+    " intermediate output scale softplus_beta softplus_threshold lower_bound beta_scale null_index"
+    " use_qk_l2norm"
 ).split()
 FLOOR_ARGUMENTS = ("state", "slots", "intermediate", "factor", "sink")
 
@@ -69,15 +76,22 @@ class Kernel:
     """An entry of the registry. The search knows kernels by these fields alone.
 
     knobs: a frozen dataclass of `knob` fields.
-    space: every setting worth trying for a contract on a device, in order of simplicity; each is legal.
+    space: every setting worth trying for a contract on a device, in order of simplicity; each is
+        legal.
     refuse: the kernel's one legality function: why a setting cannot serve a contract, or None.
     default: the setting used where no table speaks, by contract, work units and device.
-    facts: what an object is compiled for, as plain values; contracts with equal facts share objects.
-    compiler: `module:function`, imported in a worker process, called with (facts, knobs as a dict, function name).
-    leads: whether this kernel's default rule goes before those of kernels that the registry names earlier, by contract.
-    at: whether a setting is timed at a problem's cell on a device; all are, unless it says otherwise.
-    block: what a setting's thread blocks are launched with, by contract; None where there are none (the CPU).
-    sources: modules or files below gdntune/ whose text decides the object; the fingerprint covers what they import from kernels/.
+    facts: what an object is compiled for, as plain values; contracts with equal facts share
+        objects.
+    compiler: `module:function`, imported in a worker process, called with (facts, knobs as a dict,
+        function name).
+    leads: whether this kernel's default rule goes before those of kernels that the registry names
+        earlier, by contract.
+    at: whether a setting is timed at a problem's cell on a device; all are, unless it says
+        otherwise.
+    block: what a setting's thread blocks are launched with, by contract; None where there are none
+        (the CPU).
+    sources: modules or files below gdntune/ whose text decides the object; the fingerprint covers
+        what they import from kernels/.
     """
 
     name: str
@@ -100,39 +114,55 @@ class Kernel:
         for field in dataclasses.fields(knobs):
             value = getattr(knobs, field.name)
             if value != field.default:
-                parts.append(field.metadata["tag"] if value is True else f"{field.metadata['tag']}{value}")
+                parts.append(
+                    field.metadata["tag"] if value is True else f"{field.metadata['tag']}{value}"
+                )
         return Variant(self.name, ".".join(parts), dataclasses.asdict(knobs))
 
     def setting(self, knobs: Mapping[str, Any]) -> Any:
-        """The knobs dataclass of plain values, as a table holds them; unknown or missing names are refused."""
+        """The knobs dataclass of plain values, as a table holds them; unknown or missing names are
+        refused.
+        """
         names = {f.name for f in dataclasses.fields(self.knobs)}
-        required = {f.name for f in dataclasses.fields(self.knobs) if f.default is dataclasses.MISSING}
+        required = {
+            f.name for f in dataclasses.fields(self.knobs) if f.default is dataclasses.MISSING
+        }
         if unknown := set(knobs) - names:
-            raise UnknownName(f"{self.name} has no knob {listed(sorted(unknown))}: it has {listed(sorted(names))}")
+            raise UnknownName(
+                f"{self.name} has no knob {listed(sorted(unknown))}: it has {listed(sorted(names))}"
+            )
         if missing := required - set(knobs):
             raise UnknownName(f"{self.name} lacks the knob {listed(sorted(missing))}")
         return self.knobs(**knobs)
 
     def named(self, variant: Variant) -> str | None:
-        """The id that a variant's knobs have, where its own says otherwise; None where it does not, or has knobs of another version.
+        """The id that a variant's knobs have, where its own says otherwise; None where it does not,
+        or has knobs of another version.
 
-        A knob that the id leaves out is at its default, which another version may have had elsewhere: that is not looked at.
+        A knob that the id leaves out is at its default, which another version may have had
+            elsewhere: that is not looked at.
         """
         fields = {f.name: f for f in dataclasses.fields(self.knobs)}
         if not variant.knobs.keys() <= fields.keys():
             return None
         parts = {
-            name: field.metadata["tag"]
-            if variant.knobs[name] is True
-            else f"{field.metadata['tag']}{variant.knobs[name]}"
+            name: (
+                field.metadata["tag"]
+                if variant.knobs[name] is True
+                else f"{field.metadata['tag']}{variant.knobs[name]}"
+            )
             for name, field in fields.items()
             if name in variant.knobs
         }
-        always = [part for name, part in parts.items() if fields[name].default is dataclasses.MISSING]
+        always = [
+            part for name, part in parts.items() if fields[name].default is dataclasses.MISSING
+        ]
         first, *said = variant.id.split(".")
         if first == self.name and set(always) <= set(said) <= set(parts.values()):
             return None
-        return ".".join([self.name, *(p for n, p in parts.items() if variant.knobs[n] != fields[n].default)])
+        return ".".join(
+            [self.name, *(p for n, p in parts.items() if variant.knobs[n] != fields[n].default)]
+        )
 
     def variants(self, contract: Contract, device: Device) -> tuple[Variant, ...]:
         """The variants worth trying."""

@@ -18,13 +18,21 @@ class Knobs:
     threads: int = knob("th", "threads a block")
     early: bool = knob("early", "the next loads go before this ones' stores", default=False)
     indexed: bool = knob(
-        "idx", "over the slots that an index names, in its order; else over those from 0 on", default=False
+        "idx",
+        "over the slots that an index names, in its order; else over those from 0 on",
+        default=False,
     )
 
 
 def facts(c: Contract) -> Facts:
-    """The form of a contract's floor: whether the state is rewritten, and whether a copy a token is written too."""
-    return {"state_dtype": c.state_dtype, "update": c.mode == "update", "steps": c.intermediate != "none"}
+    """The form of a contract's floor: whether the state is rewritten, and whether a copy a token is
+    written too.
+    """
+    return {
+        "state_dtype": c.state_dtype,
+        "update": c.mode == "update",
+        "steps": c.intermediate != "none",
+    }
 
 
 def refuse(c: Contract, s: Knobs) -> str | None:
@@ -38,15 +46,20 @@ def refuse(c: Contract, s: Knobs) -> str | None:
     if (c.K * c.V) % s.tile:
         return f"K*V={c.K * c.V} is not a multiple of tile={s.tile}"
     if s.indexed and not c.pool:
-        return "indexed=True without a pool: states lie in the order of the requests, accepted is False"
+        return (
+            "indexed=True without a pool: states lie in the order of the requests, accepted is"
+            " False"
+        )
     return None
 
 
 def at(p: Problem, device: Device, s: Knobs) -> bool:
     """Whether a setting is the floor of a problem.
 
-    Of a pool whose states are more than L2 holds, the slots in the order that the case's index has them, shuffled: what cannot be had
-    otherwise by any kernel. Of fewer, those from 0 on: order costs them nothing, and to wait for an index would hide what kernels lose.
+    Of a pool whose states are more than L2 holds, the slots in the order that the case's index has
+    them, shuffled: what cannot be had
+    otherwise by any kernel. Of fewer, those from 0 on: order costs them nothing, and to wait for an
+    index would hide what kernels lose.
     """
     return s.indexed == (p.contract.pool and state_bytes(p) > device.l2_bytes)
 
@@ -55,7 +68,9 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
     vec = 16 // ITEMSIZE[c.state_dtype]
     kept = []
-    for early, indexed in ((e, i) for i in ((False, True) if c.pool else (False,)) for e in (False, True)):
+    for early, indexed in (
+        (e, i) for i in ((False, True) if c.pool else (False,)) for e in (False, True)
+    ):
         for threads in (128, 256, 64):
             for ilp in (1, 2, 4, 8):
                 for tile in (1024, 2048, 4096, 8192, 16384):
@@ -69,7 +84,11 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A middling shape."""
     vec = 16 // ITEMSIZE[c.state_dtype]
-    best = [s for s in space(c, device) if s.threads == 128 and s.vec == vec and not s.early and not s.indexed]
+    best = [
+        s
+        for s in space(c, device)
+        if s.threads == 128 and s.vec == vec and not s.early and not s.indexed
+    ]
     return min(best, key=lambda s: (abs(s.tile - 4096), abs(s.ilp - 4)))
 
 
@@ -90,5 +109,9 @@ KERNEL = Kernel(
 
 
 def flush() -> tuple[Contract, Variant]:
-    """The read form over fp32: what empties L2 between timed launches. A row of its buffer is one tile, 16 KiB."""
-    return Contract(state_dtype="fp32", mode="frozen"), KERNEL.variant(Knobs(tile=4096, ilp=4, vec=4, threads=256))
+    """The read form over fp32: what empties L2 between timed launches. A row of its buffer is one
+    tile, 16 KiB.
+    """
+    return Contract(state_dtype="fp32", mode="frozen"), KERNEL.variant(
+        Knobs(tile=4096, ilp=4, vec=4, threads=256)
+    )

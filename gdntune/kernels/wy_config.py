@@ -16,9 +16,13 @@ class Knobs:
     rows: int = knob("rw", "rows of V a warp has in registers")
     warps: int = knob("wp", "warps a block, each on rows of its own")
     passes: int = knob(
-        "ps", "times that a warp takes new rows; what hangs on q and k alone is computed once", default=1
+        "ps",
+        "times that a warp takes new rows; what hangs on q and k alone is computed once",
+        default=1,
     )
-    registers: int = knob("rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0)
+    registers: int = knob(
+        "rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0
+    )
 
 
 def refuse(c: Contract, s: Knobs) -> str | None:
@@ -28,9 +32,14 @@ def refuse(c: Contract, s: Knobs) -> str | None:
     if c.layout != "k_last":
         return f"layout={c.layout}: an operand's rows are read along K, accepted is k_last"
     if c.intermediate != "none":
-        return f"intermediate={c.intermediate}: states between tokens are never formed, accepted is none"
+        return (
+            f"intermediate={c.intermediate}: states between tokens are never formed, accepted is"
+            " none"
+        )
     if compiled_tokens(c) == 1:
-        return "tokens=1: there is nothing to gather into a product, accepted are 2 to 16, or ragged"
+        return (
+            "tokens=1: there is nothing to gather into a product, accepted are 2 to 16, or ragged"
+        )
     if c.input_dtype != "bf16":
         # fp16's exponent does not hold the second term of u where u is small
         return f"input_dtype={c.input_dtype}: products take bf16 terms, accepted is bf16"
@@ -40,7 +49,9 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return f"warps={s.warps}: accepted are 1, 2, 4, 8"
     size = ITEMSIZE[c.state_dtype]
     if c.K % (64 // size):
-        return f"K={c.K} is not a multiple of the {64 // size} elements that four threads load at once"
+        return (
+            f"K={c.K} is not a multiple of the {64 // size} elements that four threads load at once"
+        )
     if s.registers not in (0, 128, 168):
         return f"registers={s.registers}: accepted are 0, 128, 168"
     if s.passes not in (1, 2, 4, 8):
@@ -54,14 +65,21 @@ def refuse(c: Contract, s: Knobs) -> str | None:
 
 
 def wy_facts(c: Contract) -> Facts:
-    """`facts`, but up to four tokens are compiled apart where no more can come and it won: half the arithmetic a row."""
-    return {**facts(c), "tokens": 4} if c.tokens <= 4 and c.mode == "frozen" and not c.ragged else facts(c)
+    """`facts`, but up to four tokens are compiled apart where no more can come and it won: half the
+    arithmetic a row.
+    """
+    return (
+        {**facts(c), "tokens": 4}
+        if c.tokens <= 4 and c.mode == "frozen" and not c.ragged
+        else facts(c)
+    )
 
 
 def block(c: Contract, s: Knobs) -> Block:
     """Threads, and the shared memory that the kernel's allocations add up to."""
     N = -(-wy_facts(c)["tokens"] // 8) * 8
-    # of each warp sL, sE and sT, and a line of sP for each of its rows; the last line's padding is not there
+    # of each warp sL, sE and sT, and a line of sP for each of its rows; the last line's padding is
+    # not there
     shared = 4 * s.warps * (2 * N * N + 4 * N + s.rows * (2 * N + 4)) - 16
     if c.mode == "update":
         # a line of sW, in the inputs' 16 bits
@@ -70,8 +88,9 @@ def block(c: Contract, s: Knobs) -> Block:
 
 
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
-    """The settings worth trying, simplest first: at HV=64, B=1 to 512, the others won nowhere on an H100, and of bf16 states that are
-    only read no more than 1.5% anywhere on an H200 (docs/measured.md).
+    """The settings worth trying, simplest first: at HV=64, B=1 to 512, the others won nowhere on an
+    H100, and of bf16 states that are only read no more than 1.5% anywhere on an H200
+    (docs/measured.md).
     """
     wide = ITEMSIZE[c.state_dtype] > 2
     # rows, warps, passes, registers
@@ -91,7 +110,12 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
             (16, (1, 2), 1, (0,)),
             (16, (1,), 2, (168,)),
         ]
-    settings = (Knobs(rows, w, passes, r) for rows, warps, passes, registers in tried for r in registers for w in warps)
+    settings = (
+        Knobs(rows, w, passes, r)
+        for rows, warps, passes, registers in tried
+        for r in registers
+        for w in warps
+    )
     return tuple(s for s in settings if not refuse(c, s))
 
 
@@ -99,12 +123,18 @@ def space_of_default(c: Contract) -> list[Knobs]:
     """The plain settings, of which the default rule takes one."""
     most = max((rows for rows in (16, 32) if not refuse(c, Knobs(rows, 1))), default=0)
     cap = {most: 128} if c.mode == "frozen" else {}
-    settings = (Knobs(rows, warps, registers=cap.get(rows, 0)) for rows in (32, 16) for warps in (1, 2, 4, 8))
+    settings = (
+        Knobs(rows, warps, registers=cap.get(rows, 0))
+        for rows in (32, 16)
+        for warps in (1, 2, 4, 8)
+    )
     return [s for s in settings if not refuse(c, s)]
 
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
-    """A rule for where no table speaks: few warps a block while the heads are few, and mostly one where the state is only read."""
+    """A rule for where no table speaks: few warps a block while the heads are few, and mostly one
+    where the state is only read.
+    """
     legal = space_of_default(c)
     if not legal:
         raise UnsupportedProblem(f"no setting of wy serves {c.key()}: {refuse(c, Knobs(16, 1))}")
@@ -119,8 +149,14 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
 
 
 def leads(c: Contract) -> bool:
-    """Where it beats `recurrent` at nearly every batch on an H100: bf16 states, from four tokens on, or from two where it only reads."""
-    return c.state_dtype == "bf16" and c.tokens >= (2 if c.mode == "frozen" else 4) and bool(space_of_default(c))
+    """Where it beats `recurrent` at nearly every batch on an H100: bf16 states, from four tokens
+    on, or from two where it only reads.
+    """
+    return (
+        c.state_dtype == "bf16"
+        and c.tokens >= (2 if c.mode == "frozen" else 4)
+        and bool(space_of_default(c))
+    )
 
 
 KERNEL = Kernel(

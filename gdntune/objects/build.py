@@ -1,6 +1,8 @@
-"""Compiles objects in worker processes and keeps them in the store; reads registers and spills from what was compiled.
+"""Compiles objects in worker processes and keeps them in the store; reads registers and spills from
+what was compiled.
 
-Processes, never threads: four threads compiling with CuTe DSL crashed. A worker that dies costs its own object alone (pebble).
+Processes, never threads: four threads compiling with CuTe DSL crashed. A worker that dies costs its
+    own object alone (pebble).
 """
 
 import importlib
@@ -22,7 +24,8 @@ from gdntune.objects.processes import SPAWN, hidden_main
 from gdntune.objects.store import CUTE_DSL_VERSION, Manifest, ObjectSpec, Store, file_sha256
 
 COMPILE_TIMEOUT_S = 300.0
-# Spills beyond this are dropped before timing; a stack of 8 bytes was one store and two loads, and cost nothing.
+# Spills beyond this are dropped before timing; a stack of 8 bytes was one store and two loads, and
+# cost nothing.
 SPILL_LIMIT_BYTES = 64
 
 
@@ -52,10 +55,16 @@ def resources(cubin: bytes) -> dict[str, int]:
             continue
         data, at = section.data(), 0
         while at + 4 <= len(data):
-            form, tag, size = data[at], data[at + 1], int.from_bytes(data[at + 2 : at + 4], "little")
+            form, tag, size = (
+                data[at],
+                data[at + 1],
+                int.from_bytes(data[at + 2 : at + 4], "little"),
+            )
             # form 4 has `size` bytes of value, the others keep it in the size field
             if form == 4 and tag in tags and size >= 8:
-                found[tags[tag]] = max(found[tags[tag]], int.from_bytes(data[at + 8 : at + 12], "little"))
+                found[tags[tag]] = max(
+                    found[tags[tag]], int.from_bytes(data[at + 8 : at + 12], "little")
+                )
             at += 4 + (size if form == 4 else 0)
     return found
 
@@ -71,14 +80,18 @@ def _compile_cute(spec: ObjectSpec, compiler: str, folder: Path) -> tuple[Path, 
         import cutlass
     except ImportError as e:
         raise ToolMissing(
-            f"cannot import cutlass ({e}): pip install 'nvidia-cutlass-dsl[cu13]=={CUTE_DSL_VERSION}'"
+            f"cannot import cutlass ({e}): pip install"
+            f" 'nvidia-cutlass-dsl[cu13]=={CUTE_DSL_VERSION}'"
         ) from None
     if cutlass.__version__ != CUTE_DSL_VERSION:
         raise ToolMissing(
-            f"nvidia-cutlass-dsl {cutlass.__version__} is installed, objects are made with {CUTE_DSL_VERSION}: install that"
+            f"nvidia-cutlass-dsl {cutlass.__version__} is installed, objects are made with"
+            f" {CUTE_DSL_VERSION}: install that"
         )
     function = _compiler(compiler)
-    compiled = function(spec.facts, spec.knobs, options=f"--keep-cubin --dump-dir {folder}", prefix=spec.name)
+    compiled = function(
+        spec.facts, spec.knobs, options=f"--keep-cubin --dump-dir {folder}", prefix=spec.name
+    )
     path = folder / f"{spec.name}.o"
     compiled.export_to_c(str(path), function_name=spec.name)
     return path, resources(compiled.__cubin__)
@@ -98,7 +111,9 @@ def _compile(spec: ObjectSpec, compiler: str, root: Path) -> Manifest:
                 path, used = _compile_cute(spec, compiler, folder)
             else:
                 path, used = _compiler(compiler)(spec.facts, spec.knobs, spec.name, folder), {}
-            manifest = Manifest(spec, spec.name, file_sha256(path), round(time.perf_counter() - start, 3), **used)
+            manifest = Manifest(
+                spec, spec.name, file_sha256(path), round(time.perf_counter() - start, 3), **used
+            )
             store.put(manifest, path)
     return manifest
 
@@ -117,7 +132,8 @@ def compile_objects(
     jobs: int | None = None,
     on_done: Callable[[Built], None] | None = None,
 ) -> list[Built]:
-    """Compiles what the store lacks, in the order given; one failed object is a value, not an exception.
+    """Compiles what the store lacks, in the order given; one failed object is a value, not an
+    exception.
 
     specs: pairs of an object and its kernel's compiler (`module:function`).
     """
@@ -147,11 +163,15 @@ def _farm(todo: list[tuple[ObjectSpec, str]], root: Path, jobs: int) -> Iterator
     if len(archs) > 1:
         raise GdntuneError(f"one call compiles for one architecture, these are {sorted(archs)}")
     pool = ProcessPool(
-        max_workers=min(jobs, len(todo)), context=SPAWN, initializer=_start_worker, initargs=[next(iter(archs), None)]
+        max_workers=min(jobs, len(todo)),
+        context=SPAWN,
+        initializer=_start_worker,
+        initargs=[next(iter(archs), None)],
     )
     with hidden_main(), pool:
         futures = [
-            pool.schedule(_compile, args=[spec, compiler, root], timeout=COMPILE_TIMEOUT_S) for spec, compiler in todo
+            pool.schedule(_compile, args=[spec, compiler, root], timeout=COMPILE_TIMEOUT_S)
+            for spec, compiler in todo
         ]
         try:
             for (spec, _), future in zip(todo, futures, strict=True):

@@ -1,4 +1,6 @@
-"""Worker processes: they start afresh, do not run the caller's program again, and take no more memory than there is."""
+"""Worker processes: they start afresh, do not run the caller's program again, and take no more
+memory than there is.
+"""
 
 import contextlib
 import multiprocessing
@@ -19,13 +21,20 @@ _HIDDEN: list[dict[str, object]] = []
 def hidden_main() -> Iterator[None]:
     """While workers start, hides the caller's main module from them.
 
-    A spawned process imports the main module again, to find what was defined there. Workers need nothing of it, and a script without
-    `if __name__ == "__main__"`, an engine's for instance, would run once more in each. May be entered by several threads at a time:
-    the module is back when the last of them has left.
+    A spawned process imports the main module again, to find what was defined there. Workers need
+    nothing of it, and a script without `if __name__ == "__main__"`, an engine's for instance, would
+    run once more in each. May be entered by several threads at a time: the module is back when the
+    last of them has left.
     """
     main = sys.modules["__main__"]
     with _HIDING:
-        _HIDDEN.append({name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__})
+        _HIDDEN.append(
+            {
+                name: main.__dict__[name]
+                for name in ("__file__", "__spec__")
+                if name in main.__dict__
+            }
+        )
         main.__dict__.pop("__file__", None)
         main.__spec__ = None
     try:
@@ -39,7 +48,9 @@ def hidden_main() -> Iterator[None]:
 
 
 def free_memory() -> int | None:
-    """Bytes that this process may still take: what the system has free, or its control group; None where Linux does not say."""
+    """Bytes that this process may still take: what the system has free, or its control group; None
+    where Linux does not say.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -68,4 +79,7 @@ def limit_memory(share: float = 0.9) -> None:
 
     # data in pages: private memory that can be written, which is what RLIMIT_DATA counts
     data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (data + int(share * free), resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_DATA,
+        (data + int(share * free), resource.getrlimit(resource.RLIMIT_DATA)[1]),
+    )

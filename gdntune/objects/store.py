@@ -1,7 +1,10 @@
-"""Compiled objects on disk: a content-keyed store, and bundles (many objects in one library) that load without a compiler.
+"""Compiled objects on disk: a content-keyed store, and bundles (many objects in one library) that
+load without a compiler.
 
-An object is keyed by what it was compiled from: kernel, facts, knobs, architecture, the kernel's fingerprint and the toolchain.
-Loading checks architecture, versions and sha256, since nothing below does: a wrong object would fail at its first launch.
+An object is keyed by what it was compiled from: kernel, facts, knobs, architecture, the kernel's
+    fingerprint and the toolchain.
+Loading checks architecture, versions and sha256, since nothing below does: a wrong object would
+    fail at its first launch.
 """
 
 import ctypes
@@ -26,7 +29,8 @@ from gdntune.kernels.fingerprint import fingerprint
 from gdntune.kernels.spec import Kernel, Variant
 from gdntune.problem import Contract
 
-# What compiled objects are made with; another version is a change of its own (traps differ), so it is part of every key.
+# What compiled objects are made with; another version is a change of its own (traps differ), so it
+# is part of every key.
 CUTE_DSL_VERSION = "4.8.1"
 BUNDLE_SCHEMA = "gdntune.bundle/1"
 
@@ -84,18 +88,26 @@ def toolchain(device: str) -> str:
     path = shutil.which(os.environ.get("CXX", "g++"))
     if path is None:
         return "g++ (none)"
-    return subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.splitlines()[0]
+    return subprocess.run(
+        [path, "--version"], capture_output=True, text=True, check=False
+    ).stdout.splitlines()[0]
 
 
 _TOOLCHAINS: dict[str, str] = {}
 
 
 def object_spec(
-    kernel: Kernel, contract: Contract, variant: Variant, device: Device, *, label: str | None = None
+    kernel: Kernel,
+    contract: Contract,
+    variant: Variant,
+    device: Device,
+    *,
+    label: str | None = None,
 ) -> ObjectSpec:
     """The object that serves a contract with a variant on a device.
 
-    label: a name for profilers other than the variant's; such an object is one of its own, so that no other shows under that name.
+    label: a name for profilers other than the variant's; such an object is one of its own, so that
+        no other shows under that name.
     """
     if kernel.device not in _TOOLCHAINS:
         _TOOLCHAINS[kernel.device] = toolchain(kernel.device)
@@ -115,7 +127,10 @@ def default_root() -> Path:
     """Where objects are kept: GDNTUNE_CACHE_DIR, else the user's cache folder."""
     import platformdirs
 
-    return Path(os.environ.get("GDNTUNE_CACHE_DIR") or platformdirs.user_cache_dir("gdntune")) / "objects"
+    return (
+        Path(os.environ.get("GDNTUNE_CACHE_DIR") or platformdirs.user_cache_dir("gdntune"))
+        / "objects"
+    )
 
 
 def file_sha256(path: Path) -> str:
@@ -179,7 +194,9 @@ class Store:
         return self.folder(key) / "object.o"
 
     def load(self, specs: Iterable[ObjectSpec]) -> dict[str, Callable[..., Any]]:
-        """The functions of objects that are here, by key; those of the store are linked into one library first."""
+        """The functions of objects that are here, by key; those of the store are linked into one
+        library first.
+        """
         wanted = {s.key: s for s in specs}
         loose: dict[str, Manifest] = {}
         for key, spec in wanted.items():
@@ -188,7 +205,8 @@ class Store:
             manifest = self.find(spec)
             if manifest is None:
                 raise BuildError(
-                    f"object {spec.name} ({key[:12]}) is neither in {self.root} nor in a bundle: compile it first"
+                    f"object {spec.name} ({key[:12]}) is neither in {self.root} nor in a bundle:"
+                    " compile it first"
                 )
             if not self._from_bundle(key):
                 loose[key] = manifest
@@ -202,7 +220,8 @@ class Store:
                 library = path / bundle.library
                 if file_sha256(library) != bundle.sha256:
                     raise BuildError(
-                        f"{library} is not the library that {path / 'bundle.json'} names (sha256 differs): make the bundle anew"
+                        f"{library} is not the library that {path / 'bundle.json'} names (sha256"
+                        " differs): make the bundle anew"
                     )
                 module = self._module(library, bundle.objects[key].spec.device)
                 for k, m in bundle.objects.items():
@@ -214,7 +233,8 @@ class Store:
         for key, m in manifests.items():
             if file_sha256(self.object_file(key)) != m.sha256:
                 raise BuildError(
-                    f"{self.object_file(key)} is damaged (sha256 differs): remove its folder and compile again"
+                    f"{self.object_file(key)} is damaged (sha256 differs): remove its folder and"
+                    " compile again"
                 )
         digest = hashlib.sha256("".join(sorted(manifests)).encode()).hexdigest()
         device = next(iter(manifests.values())).spec.device
@@ -240,7 +260,8 @@ def link(objects: list[Path], library: Path, device: str) -> None:
     compiler = shutil.which("g++" if device == "cpu" else "gcc") or shutil.which("g++")
     if compiler is None:
         raise ToolMissing(
-            "no gcc or g++ to link compiled kernels: install one (apt install g++), or load a bundle made elsewhere"
+            "no gcc or g++ to link compiled kernels: install one (apt install g++), or load a"
+            " bundle made elsewhere"
         )
     library.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=library.parent, suffix=".so")
@@ -250,7 +271,10 @@ def link(objects: list[Path], library: Path, device: str) -> None:
     arguments.write_text("\n".join(str(o) for o in objects))
     openmp = ["-fopenmp"] if device == "cpu" else []
     done = subprocess.run(
-        [compiler, "-shared", *openmp, "-o", temporary, f"@{arguments}"], capture_output=True, text=True, check=False
+        [compiler, "-shared", *openmp, "-o", temporary, f"@{arguments}"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     arguments.unlink()
     if done.returncode:
@@ -276,7 +300,11 @@ def write_bundle(store: Store, specs: Iterable[ObjectSpec], folder: Path) -> Bun
     library = folder / "libgdntune.so"
     link([store.object_file(k) for k in sorted(manifests)], library, next(iter(archs))[0])
     bundle = Bundle(
-        BUNDLE_SCHEMA, next(iter(archs))[1], library.name, file_sha256(library), dict(sorted(manifests.items()))
+        BUNDLE_SCHEMA,
+        next(iter(archs))[1],
+        library.name,
+        file_sha256(library),
+        dict(sorted(manifests.items())),
     )
     atomic_write(folder / "bundle.json", msgspec.json.format(msgspec.json.encode(bundle), indent=1))
     return bundle
@@ -289,12 +317,15 @@ def read_bundle(folder: Path) -> Bundle:
         bundle = msgspec.json.decode(path.read_bytes(), type=Bundle)
     except FileNotFoundError:
         raise BuildError(
-            f"{path} does not exist: `gdntune compile CONFIG --arch ARCH --bundle {folder}` makes it"
+            f"{path} does not exist: `gdntune compile CONFIG --arch ARCH --bundle {folder}`"
+            " makes it"
         ) from None
     except msgspec.DecodeError as e:
         raise BuildError(f"{path} is not a bundle's manifest: {e}") from None
     if bundle.schema != BUNDLE_SCHEMA:
-        raise BuildError(f"{path}: schema {bundle.schema!r}, accepted is {BUNDLE_SCHEMA!r}: make the bundle anew")
+        raise BuildError(
+            f"{path}: schema {bundle.schema!r}, accepted is {BUNDLE_SCHEMA!r}: make the bundle anew"
+        )
     return bundle
 
 
@@ -319,7 +350,7 @@ def preload_cute_runtime() -> None:
     path = _cute_runtime()
     if path is None:
         raise ToolMissing(
-            "libcute_dsl_runtime.so is not here, and compiled CUDA kernels call it: pip install 'nvidia-cutlass-dsl[cu13]' "
-            "or put its folder on LD_LIBRARY_PATH"
+            "libcute_dsl_runtime.so is not here, and compiled CUDA kernels call it: pip install"
+            " 'nvidia-cutlass-dsl[cu13]' or put its folder on LD_LIBRARY_PATH"
         )
     _PRELOADED.append(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))

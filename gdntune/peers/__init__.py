@@ -1,4 +1,6 @@
-"""The registry of peers: other libraries' kernels that ours are timed beside. Each is imported when it is asked for."""
+"""The registry of peers: other libraries' kernels that ours are timed beside. Each is imported when
+it is asked for.
+"""
 
 import importlib
 
@@ -16,18 +18,24 @@ PEERS: dict[str, str] = {
 
 
 def get(name: str) -> Peer:
-    """The peer of a name, or of an importable module `package.module` that has a `PEER`; UnknownName lists what there is."""
+    """The peer of a name, or of an importable module `package.module` that has a `PEER`;
+    UnknownName lists what there is.
+    """
     module = PEERS.get(name) or (name if "." in name else None)
     if module is None:
         raise UnknownName(
-            f"no peer is called {name!r}: there are {listed(PEERS)}, and any module package.module with a PEER"
+            f"no peer is called {name!r}: there are {listed(PEERS)}, and any module package.module"
+            " with a PEER"
         )
     try:
         found = getattr(importlib.import_module(module), "PEER", None)
     except ImportError as e:
-        raise UnknownName(f"peer {name}: {module} cannot be imported: {e}; there are {listed(PEERS)}") from e
+        raise UnknownName(
+            f"peer {name}: {module} cannot be imported: {e}; there are {listed(PEERS)}"
+        ) from e
     if not isinstance(found, Peer):
         raise UnknownName(
-            f"peer {name}: {module} has no PEER, an instance of gdntune.peers.Peer; there are {listed(PEERS)}"
+            f"peer {name}: {module} has no PEER, an instance of gdntune.peers.Peer; there are"
+            f" {listed(PEERS)}"
         )
     return found

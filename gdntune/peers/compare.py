@@ -1,7 +1,10 @@
-"""Whether a peer's call computes what ours does: a few requests of the case at hand against the fp64 reference, by relative norms.
+"""Whether a peer's call computes what ours does: a few requests of the case at hand against the
+fp64 reference, by relative norms.
 
-Peers round where ours do not (softplus without its threshold, bf16 products), so the bounds are loose: 1e-2 for what is stored in 16
-bits, 2e-3 in fp32, or what an entry says of itself. A wrong gate, layout or slot is off by 0.1 and more.
+Peers round where ours do not (softplus without its threshold, bf16 products), so the bounds are
+loose: 1e-2 for what is stored in 16
+bits, 2e-3 in fp32, or what an entry says of itself. A wrong gate, layout or slot is off by 0.1 and
+more.
 """
 
 import torch
@@ -22,14 +25,18 @@ def looked_at(B: int) -> list[int]:
 
 
 def _error(got: Tensor, want: Tensor) -> Tensor:
-    """The norm of the difference over the norm of what is wanted, a request; inf where anything is NaN."""
+    """The norm of the difference over the norm of what is wanted, a request; inf where anything is
+    NaN.
+    """
     want = want.flatten(1)
     error = (got.double().flatten(1) - want).norm(dim=1) / want.norm(dim=1)
     return torch.where(error.isnan(), torch.inf, error)
 
 
 class Expected:
-    """What a call on a case must give, computed before the call. tolerance: the least that is accepted of every part."""
+    """What a call on a case must give, computed before the call. tolerance: the least that is
+    accepted of every part.
+    """
 
     def __init__(self, case: Case, tolerance: float = 0.0):
         c = self.contract = case.contract
@@ -55,12 +62,21 @@ class Expected:
         if between is not None and bound.intermediate is not None:
             between = bound.intermediate(returned)[self.index, : c.tokens]
         if between is not None:
-            parts.append(("intermediate", _error(self._k_last(between), self.states), TOLERANCES[c.state_dtype]))
+            parts.append(
+                (
+                    "intermediate",
+                    _error(self._k_last(between), self.states),
+                    TOLERANCES[c.state_dtype],
+                )
+            )
         verdicts = []
         for name, errors, usual in parts:
             accepted, worst = max(usual, self.tolerance), int(errors.argmax())
             error = float(errors[worst])
-            said = f"{name} of request {self.requests[worst]} of {p.B}: relative error {error:.2g}, accepted is {accepted:g}"
+            said = (
+                f"{name} of request {self.requests[worst]} of {p.B}: relative error {error:.2g},"
+                f" accepted is {accepted:g}"
+            )
             verdicts.append(Verdict(error <= accepted, error, said, accepted))
         return max(verdicts, key=lambda v: v.error / v.tolerance)
 
@@ -68,7 +84,9 @@ class Expected:
         return x if self.contract.layout == "k_last" else x.transpose(-1, -2)
 
     def _intermediate(self, case: Case) -> Tensor | None:
-        """The states after each token [n, T, ...] as the call left them; None where the contract has none."""
+        """The states after each token [n, T, ...] as the call left them; None where the contract
+        has none.
+        """
         c, tokens = self.contract, self.contract.tokens
         if c.intermediate == "none":
             return None

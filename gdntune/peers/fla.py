@@ -1,7 +1,10 @@
-"""flash-linear-attention's recurrent kernels: any head sizes, both layouts. GDN returns a new fp32 state, KDA updates in place.
+"""flash-linear-attention's recurrent kernels: any head sizes, both layouts. GDN returns a new fp32
+state, KDA updates in place.
 
-GDN takes no pool, so contracts with one are refused: on states gathered beforehand it would look up no slots and read memory in order.
-Below KDA's public function there is one that takes slots, at T=1 or one a token. Its V-first state is K-last in memory, the default V-last.
+GDN takes no pool, so contracts with one are refused: on states gathered beforehand it would look up
+    no slots and read memory in order.
+Below KDA's public function there is one that takes slots, at T=1 or one a token. Its V-first state
+is K-last in memory, the default V-last.
 """
 
 from typing import Any
@@ -40,11 +43,15 @@ def _second(returned: Any) -> Tensor:
 
 
 def _refuse_gdn(p: Problem) -> str | None:
-    return unless(p.contract, op=("gdn_decode",), pool=(False,), state_dtype=("fp32",), intermediate=("none",))
+    return unless(
+        p.contract, op=("gdn_decode",), pool=(False,), state_dtype=("fp32",), intermediate=("none",)
+    )
 
 
 def _bind_gdn(case: Case) -> Bound:
-    function = imported("fla.ops.gated_delta_rule.fused_recurrent", "fused_recurrent_gated_delta_rule")
+    function = imported(
+        "fla.ops.gated_delta_rule.fused_recurrent", "fused_recurrent_gated_delta_rule"
+    )
     writes = case.contract.mode == "update"
     arguments = {
         "q": case.q,
@@ -65,14 +72,22 @@ def _refuse_kda(p: Problem) -> str | None:
         return fault
     if c.intermediate == "slots":
         served = c.mode == "frozen" and not c.ragged
-        return None if served else "with slots it writes each token's state and no other, on dense batches here"
+        return (
+            None
+            if served
+            else "with slots it writes each token's state and no other, on dense batches here"
+        )
     if c.pool and (c.tokens > 1 or c.ragged or c.mode == "frozen"):
-        return "pool=True, accepted is False but at T=1 with the final state: at T>1 its slots are each token's"
+        return (
+            "pool=True, accepted is False but at T=1 with the final state: at T>1 its slots are"
+            " each token's"
+        )
     return None
 
 
 def _bind_kda(case: Case) -> Bound:
-    # The function below fused_recurrent_kda: it alone updates in place, takes slots, and has no output to fill with zeros first.
+    # The function below fused_recurrent_kda: it alone updates in place, takes slots, and has no
+    # output to fill with zeros first.
     function = imported("fla.ops.kda.fused_recurrent", "fused_recurrent_kda_fwd")
     c = case.contract
     writes = c.mode == "update"
@@ -89,7 +104,9 @@ def _bind_kda(case: Case) -> Bound:
         **_gate(case),
     }
     if case.slot_index is not None:
-        accepted = None if case.accepted is None else case.accepted.clamp(1, case.slot_index.shape[1])
+        accepted = (
+            None if case.accepted is None else case.accepted.clamp(1, case.slot_index.shape[1])
+        )
         slots = {"ssm_state_indices": case.slot_index, "num_accepted_tokens": accepted}
         arguments |= {"inplace_final_state": True, **slots}
         return Bound(lambda: function(**arguments), _first)

@@ -1,6 +1,8 @@
-"""FlashInfer's CuTe DSL kernels: GDN decode and verify in both state dtypes, its tensor-core verify, recurrent KDA.
+"""FlashInfer's CuTe DSL kernels: GDN decode and verify in both state dtypes, its tensor-core
+verify, recurrent KDA.
 
-The functions take their own thresholds from B*HV; `backend` names these kernels, so that no other is tried first.
+The functions take their own thresholds from B*HV; `backend` names these kernels, so that no other
+is tried first.
 """
 
 import functools
@@ -35,8 +37,12 @@ WY_NATIVE = (4, 8, WY_TOKENS)
 RING, WINDOW = 32, 16
 
 
-def _fault(c: Contract, *, op: str = "gdn_decode", layout: str = "k_last", **accepted: Any) -> str | None:
-    """What all its kernels want: bf16 inputs and gates, fp32 parameters, head sizes of 128, dense batches."""
+def _fault(
+    c: Contract, *, op: str = "gdn_decode", layout: str = "k_last", **accepted: Any
+) -> str | None:
+    """What all its kernels want: bf16 inputs and gates, fp32 parameters, head sizes of 128, dense
+    batches.
+    """
     gates = ("raw",) if op == "gdn_decode" else ("softplus", "lower_bound", "log")
     beta = ("logit",) if op == "gdn_decode" else ("logit", "given")
     return unless(
@@ -67,7 +73,10 @@ def _too_large(p: Problem) -> str | None:
 def _gdn(case: Case) -> dict[str, Any]:
     """The arguments that its GDN functions share."""
     names = ("q", "k", "v", "A_log", "a", "dt_bias", "b", "scale")
-    return {**{name: getattr(case, name) for name in names}, "use_qk_l2norm": bool(case.use_qk_l2norm)}
+    return {
+        **{name: getattr(case, name) for name in names},
+        "use_qk_l2norm": bool(case.use_qk_l2norm),
+    }
 
 
 def _pool(case: Case) -> dict[str, Any]:
@@ -117,7 +126,9 @@ def _bind_pretranspose(case: Case) -> Bound:
             "intermediate_states_buffer": case.intermediate,
             "disable_state_update": c.mode == "frozen",
         }
-    return _in_place(case, functools.partial(function, **arguments), arguments.get("initial_state_indices"))
+    return _in_place(
+        case, functools.partial(function, **arguments), arguments.get("initial_state_indices")
+    )
 
 
 # -- gated_delta_rule_mtp
@@ -139,7 +150,9 @@ def _bind_mtp(case: Case) -> Bound:
         # Its default is about to change from True to False.
         "disable_state_update": case.contract.mode == "frozen",
     }
-    return _in_place(case, functools.partial(function, **arguments), arguments["initial_state_indices"])
+    return _in_place(
+        case, functools.partial(function, **arguments), arguments["initial_state_indices"]
+    )
 
 
 # -- gated_delta_rule_decode
@@ -177,7 +190,18 @@ def _bind_wy(case: Case) -> Bound:
     function = imported("flashinfer.gdn_kernels", "gated_delta_rule_mtp_wy_output_only")
     if not case.use_qk_l2norm:
         raise UnsupportedProblem("use_qk_l2norm=False: it always normalises")
-    names = ("A_log", "a", "dt_bias", "softplus_beta", "softplus_threshold", "q", "k", "v", "b", "scale")
+    names = (
+        "A_log",
+        "a",
+        "dt_bias",
+        "softplus_beta",
+        "softplus_threshold",
+        "q",
+        "k",
+        "v",
+        "b",
+        "scale",
+    )
     arguments = {name: getattr(case, name) for name in names}
     pool = _pool(case)
     arguments |= {
@@ -192,7 +216,9 @@ def _bind_wy(case: Case) -> Bound:
 
 
 def _wy_extra_bytes(p: Problem) -> int:
-    """Where T is not native: the copies of the inputs into 16 rows, reading those, and writing outputs of 16 rows."""
+    """Where T is not native: the copies of the inputs into 16 rows, reading those, and writing
+    outputs of 16 rows.
+    """
     c = p.contract
     if c.tokens in WY_NATIVE:
         return 0
@@ -205,20 +231,24 @@ def _wy_extra_bytes(p: Problem) -> int:
 
 
 def _refuse_ring(p: Problem) -> str | None:
-    fault = _fault(p.contract, state_dtype=("bf16",), mode=("frozen",), intermediate=("none",), tokens=(4, 8))
+    fault = _fault(
+        p.contract, state_dtype=("bf16",), mode=("frozen",), intermediate=("none",), tokens=(4, 8)
+    )
     return fault or _too_large(p)
 
 
 def _bind_ring(case: Case) -> Bound:
-    """A request's drafts, all accepted, step by step: first with an empty ring, then with 1, 2, ... times T of its rows, of which the
-    full window is folded into the state, and the ring goes on behind it.
+    """A request's drafts, all accepted, step by step: first with an empty ring, then with 1, 2, ...
+    times T of its rows, of which the full window is folded into the state, and the ring goes on
+    behind it.
     """
     function = imported("flashinfer.gdn_kernels", "gated_delta_rule_mtp_ucache_flush")
     if not case.use_qk_l2norm:
         raise UnsupportedProblem("use_qk_l2norm=False: it always normalises")
     if (case.softplus_beta, case.softplus_threshold) != (1.0, 20.0):
         raise UnsupportedProblem(
-            f"softplus_beta={case.softplus_beta}, softplus_threshold={case.softplus_threshold}: it has 1.0 and 20.0 alone"
+            f"softplus_beta={case.softplus_beta}, softplus_threshold={case.softplus_threshold}: it"
+            " has 1.0 and 20.0 alone"
         )
     p, pool = case.problem, _pool(case)
     c, states = p.contract, pool["initial_state"]
@@ -229,7 +259,8 @@ def _bind_ring(case: Case) -> Bound:
         "k_cache": states.new_zeros(len(states), p.H, RING, c.K),
         "u_cache": states.new_zeros(len(states), p.HV, RING, c.V),
         "g_cache": states.new_zeros(len(states), p.HV, RING, dtype=torch.float32),
-        # the rows that are read, and where they begin, are set below, as a server does once for all layers
+        # the rows that are read, and where they begin, are set below, as a server does once for all
+        # layers
         "restart_hist_on_flush": False,
     }
     cycle = WINDOW // c.tokens
@@ -240,7 +271,8 @@ def _bind_ring(case: Case) -> Bound:
     filled = [everyone(c.tokens * i) for i in range(cycle + 1)]
     begins = [everyone(0), everyone(WINDOW)]
     steps = itertools.chain(
-        [(filled[0], begins[0])], itertools.cycle((rows, begin) for begin in begins for rows in filled[1:])
+        [(filled[0], begins[0])],
+        itertools.cycle((rows, begin) for begin in begins for rows in filled[1:]),
     )
 
     def call() -> Any:
@@ -251,7 +283,9 @@ def _bind_ring(case: Case) -> Bound:
 
 
 def _ring_extra_bytes(p: Problem) -> int:
-    """In the mean over a cycle: rows of the ring read and appended, and the state read again and written once."""
+    """In the mean over a cycle: rows of the ring read and appended, and the state read again and
+    written once.
+    """
     c = p.contract
     cycle = WINDOW // c.tokens
     row = p.B * (p.H * c.K + p.HV * c.V) * ITEMSIZE[c.input_dtype] + p.B * p.HV * 4
@@ -272,12 +306,16 @@ def _refuse_kda(p: Problem) -> str | None:
     # T=1 writes the final state, T>1 each token's state to a slot of its own: nothing else.
     served = ("update", "none") if c.tokens == 1 else ("frozen", "slots")
     if (c.mode, c.intermediate) != served:
-        return f"mode={c.mode}, intermediate={c.intermediate} at T={c.tokens}, accepted is {' and '.join(served)}"
+        return (
+            f"mode={c.mode}, intermediate={c.intermediate} at T={c.tokens}, accepted is"
+            f" {' and '.join(served)}"
+        )
     return _too_large(p)
 
 
 def _bind_kda(case: Case) -> Bound:
-    # The backend of both public functions of this name: packed rows of a decode cannot be taken for a prefill there.
+    # The backend of both public functions of this name: packed rows of a decode cannot be taken for
+    # a prefill there.
     function = imported("flashinfer.kda_kernels", "run_recurrent_kda")
     c = case.contract
     if fault := beyond_reach(case.state.numel(), "the pool"):
@@ -321,8 +359,18 @@ PEER = Peer(
     distributions=("flashinfer-python",),
     remedy="pip install 'gdntune[peers]'",
     entries=(
-        Entry("gated_delta_rule_decode_pretranspose", _refuse_pretranspose, _bind_pretranspose, "on the pool by slots"),
-        Entry("gated_delta_rule_mtp", _refuse_mtp, _bind_mtp, "on the pool by slots, disable_state_update given"),
+        Entry(
+            "gated_delta_rule_decode_pretranspose",
+            _refuse_pretranspose,
+            _bind_pretranspose,
+            "on the pool by slots",
+        ),
+        Entry(
+            "gated_delta_rule_mtp",
+            _refuse_mtp,
+            _bind_mtp,
+            "on the pool by slots, disable_state_update given",
+        ),
         Entry(
             "gated_delta_rule_decode",
             _refuse_v_last,
@@ -333,7 +381,8 @@ PEER = Peer(
             "gated_delta_rule_mtp_wy_output_only",
             _refuse_wy,
             _bind_wy,
-            "on the pool by slots; inputs are staged in 16 rows within the call unless T is 4, 8 or 16",
+            "on the pool by slots; inputs are staged in 16 rows within the call unless T is 4, 8"
+            " or 16",
             _wy_extra_bytes,
             # It rounds A_log, dt_bias and the matrices of its products to bf16.
             tolerance=2e-2,
@@ -342,12 +391,17 @@ PEER = Peer(
             "gated_delta_rule_mtp_ucache_flush",
             _refuse_ring,
             _bind_ring,
-            "on the pool by slots, a ring of corrections beside it; means over whole cycles, all drafts accepted, the window folded into "
-            "the state once in each",
+            "on the pool by slots, a ring of corrections beside it; means over whole cycles, all"
+            " drafts accepted, the window folded into the state once in each",
             _ring_extra_bytes,
             # It rounds A_log, dt_bias and the matrices of its products to bf16.
             tolerance=2e-2,
         ),
-        Entry("recurrent_kda", _refuse_kda, _bind_kda, "on the pool by slots, packed rows with cu_seqlens"),
+        Entry(
+            "recurrent_kda",
+            _refuse_kda,
+            _bind_kda,
+            "on the pool by slots, packed rows with cu_seqlens",
+        ),
     ),
 )

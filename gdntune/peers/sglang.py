@@ -1,6 +1,7 @@
 """SGLang's Triton kernel for decode and verify: a pool of K-last states, raw gates, one fixed tile.
 
-Called as its engine calls it, on packed rows with cu_seqlens: the dense form is compiled anew for every batch size, and its loads
+Called as its engine calls it, on packed rows with cu_seqlens: the dense form is compiled anew for
+    every batch size, and its loads
 of cu_seqlens hide behind the load of the slot's index.
 """
 
@@ -43,7 +44,8 @@ def _refuse(p: Problem) -> str | None:
 
 def _bind(case: Case) -> Bound:
     update = imported(
-        "sglang.srt.layers.attention.fla.fused_sigmoid_gating_recurrent", "fused_sigmoid_gating_delta_rule_update"
+        "sglang.srt.layers.attention.fla.fused_sigmoid_gating_recurrent",
+        "fused_sigmoid_gating_delta_rule_update",
     )
     c = case.contract
     if fault := beyond_reach(case.state.numel(), "the pool"):

@@ -1,4 +1,6 @@
-"""What a peer has: other people's kernels as entries that say what they serve and how they are called. Imports none of them."""
+"""What a peer has: other people's kernels as entries that say what they serve and how they are
+called. Imports none of them.
+"""
 
 import dataclasses
 import importlib
@@ -15,7 +17,8 @@ from gdntune.errors import ToolMissing, UnknownName, UnsupportedProblem, listed
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 
-# Several peers address states by signed 32-bit offsets: from so many elements on they read and write elsewhere.
+# Several peers address states by signed 32-bit offsets: from so many elements on they read and
+# write elsewhere.
 REACH = 2**31
 
 
@@ -23,10 +26,14 @@ REACH = 2**31
 class Bound:
     """A call of a peer with its arguments made; what is timed is `call` alone.
 
-    call: returns what the library returns. output: of that, the B*T output rows [HV, V] in the case's order. state: of that, the
-    tensor with the final states, in the contract's layout; None where none is written. rows [B]: which of its rows are the requests',
-    None: row n is request n's. intermediate: of what is returned, the states after each token [B, T or more, ...]; None: they lie
-    where the case has them. cycle: calls until what a call does comes again; a sample is the mean of so many that follow one another.
+    call: returns what the library returns. output: of that, the B*T output rows [HV, V] in the
+        case's order. state: of that, the
+    tensor with the final states, in the contract's layout; None where none is written. rows [B]:
+    which of its rows are the requests',
+    None: row n is request n's. intermediate: of what is returned, the states after each token [B, T
+        or more, ...]; None: they lie
+    where the case has them. cycle: calls until what a call does comes again; a sample is the mean
+    of so many that follow one another.
     """
 
     call: Callable[[], Any]
@@ -45,9 +52,12 @@ def _nothing(problem: Problem) -> int:
 class Entry:
     """One function of a peer.
 
-    refuse: why it does not serve a problem, or None. bind: makes the arguments for a case, by views where it can; what it must convert
-    or copy it does here, once. May raise UnsupportedProblem for a case that the function cannot take. form: how it is called, for reports.
-    extra_bytes: what it moves beyond `sol.bytes_moved`. tolerance: relative error that its own roundings may bring, where that is
+    refuse: why it does not serve a problem, or None. bind: makes the arguments for a case, by views
+        where it can; what it must convert
+    or copy it does here, once. May raise UnsupportedProblem for a case that the function cannot
+    take. form: how it is called, for reports.
+    extra_bytes: what it moves beyond `sol.bytes_moved`. tolerance: relative error that its own
+        roundings may bring, where that is
     more than the dtypes' (see `compare`).
     """
 
@@ -61,7 +71,9 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """A library. packages: what must be there to import. distributions: the names that its version may be installed under."""
+    """A library. packages: what must be there to import. distributions: the names that its version
+    may be installed under.
+    """
 
     name: str
     packages: tuple[str, ...]
@@ -80,7 +92,9 @@ class Peer:
         return "unknown"
 
     def absent(self) -> str | None:
-        """Why it cannot be imported, and what to do; None where its packages are there. Imports nothing."""
+        """Why it cannot be imported, and what to do; None where its packages are there. Imports
+        nothing.
+        """
         lacking = [name for name in self.packages if importlib.util.find_spec(name) is None]
         return f"not installed: {self.remedy} (no package {listed(lacking)})" if lacking else None
 
@@ -89,7 +103,9 @@ class Peer:
         for entry in self.entries:
             if entry.name == name:
                 return entry
-        raise UnknownName(f"{self.name} has no entry {name!r}: it has {listed(e.name for e in self.entries)}")
+        raise UnknownName(
+            f"{self.name} has no entry {name!r}: it has {listed(e.name for e in self.entries)}"
+        )
 
     def serving(self, problem: Problem) -> tuple[list[Entry], str]:
         """The entries that serve a problem; where there are none, why."""
@@ -98,10 +114,15 @@ class Peer:
         reasons: dict[str, list[str]] = {}
         for name, fault in faults.items():
             reasons.setdefault(fault or "", []).append(name)
-        # That another op's functions do not serve this one goes without saying, where there are others.
+        # That another op's functions do not serve this one goes without saying, where there are
+        # others.
         other_op = f"op={problem.contract.op}"
-        telling = {fault: names for fault, names in reasons.items() if not fault.startswith(other_op)} or reasons
-        return found, "; ".join(f"{listed(names)}: {fault}" for fault, names in telling.items() if fault)
+        telling = {
+            fault: names for fault, names in reasons.items() if not fault.startswith(other_op)
+        } or reasons
+        return found, "; ".join(
+            f"{listed(names)}: {fault}" for fault, names in telling.items() if fault
+        )
 
     def variant(self, entry: Entry | None = None, problem: Problem | None = None) -> Variant:
         """What a trial of it is recorded as: of an entry, or of the whole peer."""
@@ -120,11 +141,13 @@ def imported(module: str, name: str) -> Any:
         found = getattr(importlib.import_module(module), name, None)
     except Exception as e:
         raise ToolMissing(
-            f"{module} cannot be imported ({type(e).__name__}: {e}); install what it lacks, or leave this peer out"
+            f"{module} cannot be imported ({type(e).__name__}: {e}); install what it lacks, or"
+            " leave this peer out"
         ) from e
     if found is None:
         raise ToolMissing(
-            f"{module} has no {name}: its requirements are not met here, or this version has another name"
+            f"{module} has no {name}: its requirements are not met here, or this version has"
+            " another name"
         )
     return found
 
@@ -139,7 +162,11 @@ def unless(contract: Contract, **accepted: tuple[Any, ...]) -> str | None:
 
 def beyond_reach(elements: int, what: str) -> str | None:
     """Why a tensor is too large for 32-bit offsets; None where it is not."""
-    return f"{what} has {elements} elements, its 32-bit offsets end below {REACH}" if elements >= REACH else None
+    return (
+        f"{what} has {elements} elements, its 32-bit offsets end below {REACH}"
+        if elements >= REACH
+        else None
+    )
 
 
 def intermediate_elements(problem: Problem) -> int:
@@ -149,7 +176,8 @@ def intermediate_elements(problem: Problem) -> int:
 
 
 def slots_of(case: Case) -> Tensor:
-    """The slot of each request, int32 [B], for libraries that read and write one slot: those of the pool, else 0..B-1.
+    """The slot of each request, int32 [B], for libraries that read and write one slot: those of the
+    pool, else 0..B-1.
 
     Raises UnsupportedProblem where the case reads from one slot and writes to another.
     """
@@ -158,7 +186,8 @@ def slots_of(case: Case) -> Tensor:
         return torch.arange(case.problem.B, dtype=torch.int32, device=case.q.device)
     if write is not None and not torch.equal(read, write):
         raise UnsupportedProblem(
-            "read_index differs from write_index: this call knows one slot a request; pass equal ones"
+            "read_index differs from write_index: this call knows one slot a request; pass equal"
+            " ones"
         )
     return read
 
@@ -173,4 +202,6 @@ def starts(case: Case) -> Tensor:
     if case.cu_seqlens is not None:
         return case.cu_seqlens
     tokens = case.contract.tokens
-    return torch.arange(0, case.problem.B * tokens + 1, tokens, dtype=torch.int32, device=case.q.device)
+    return torch.arange(
+        0, case.problem.B * tokens + 1, tokens, dtype=torch.int32, device=case.q.device
+    )

@@ -1,7 +1,10 @@
-"""vLLM's Triton kernels: packed decode, decode and verify from raw gates, and from given ones for GDN and KDA. K-last pools.
+"""vLLM's Triton kernels: packed decode, decode and verify from raw gates, and from given ones for
+GDN and KDA. K-last pools.
 
-They take slot 0 for padding, so a pool is handed over with an empty slot before its first. Where each token's state is kept it goes
-to a slot of its own and the slot that was read stays: vLLM's form of speculative decoding. Nothing else is written at T>1.
+They take slot 0 for padding, so a pool is handed over with an empty slot before its first. Where
+each token's state is kept it goes
+to a slot of its own and the slot that was read stays: vLLM's form of speculative decoding. Nothing
+    else is written at T>1.
 """
 
 from typing import Any
@@ -31,14 +34,25 @@ def _function(module: str, name: str) -> Any:
 
 
 def _writes(c: Contract) -> str | None:
-    """Why the states that a contract keeps are not those that it writes: one at T=1, else each token's to its slot."""
-    if (c.mode, c.intermediate) == ("frozen", "slots") or (c.tokens, c.mode, c.intermediate) == (1, "update", "none"):
+    """Why the states that a contract keeps are not those that it writes: one at T=1, else each
+    token's to its slot.
+    """
+    if (c.mode, c.intermediate) == ("frozen", "slots") or (c.tokens, c.mode, c.intermediate) == (
+        1,
+        "update",
+        "none",
+    ):
         return None
-    return "it writes each token's state to a slot of its own, at T=1 the final state: accepted are mode=frozen with slots, or T=1"
+    return (
+        "it writes each token's state to a slot of its own, at T=1 the final state: accepted are"
+        " mode=frozen with slots, or T=1"
+    )
 
 
 def _shifted(case: Case) -> tuple[Tensor, Tensor]:
-    """A pool without requests in slot 0, and the slots in it: [B], or [B, 1+S] where each token has its own."""
+    """A pool without requests in slot 0, and the slots in it: [B], or [B, 1+S] where each token has
+    its own.
+    """
     if case.slot_index is not None:
         states, index = case.state, case.slot_index + 1
     else:
@@ -112,7 +126,10 @@ def _refuse_sigmoid(p: Problem) -> str | None:
     if fault := unless(c, layout=("k_last",), gate=("raw", "softplus"), beta=("logit",)):
         return fault
     if c.op == "kda_decode" and c.tokens > 1:
-        return f"KDA at T={c.tokens}, accepted is T=1: from token to token it moves on in the gate by heads, not by heads times K"
+        return (
+            f"KDA at T={c.tokens}, accepted is T=1: from token to token it moves on in the gate by"
+            " heads, not by heads times K"
+        )
     return _writes(c)
 
 
@@ -149,7 +166,10 @@ def _refuse_kda(p: Problem) -> str | None:
     if fault := _refuse_given(p, "kda_decode"):
         return fault
     if p.H != p.HV or c.K != c.V:
-        return f"H={p.H}, HV={p.HV}, K={c.K}, V={c.V}: its output has the shape of k, so H=HV and K=V are accepted"
+        return (
+            f"H={p.H}, HV={p.HV}, K={c.K}, V={c.V}: its output has the shape of k, so H=HV and K=V"
+            " are accepted"
+        )
     return None
 
 
@@ -160,7 +180,11 @@ def _bind_given(case: Case) -> Bound:
         # The function below fused_recurrent_kda, which in some versions drops num_accepted_tokens.
         function = _function("kda", "fused_recurrent_kda_fwd")
     pool, index = _shifted(case)
-    arguments = {**_rows(case, pool, index), "g": packed(case, case.a), "beta": packed(case, case.b)}
+    arguments = {
+        **_rows(case, pool, index),
+        "g": packed(case, case.a),
+        "beta": packed(case, case.b),
+    }
     return _bound(lambda: function(**arguments), pool, index)
 
 

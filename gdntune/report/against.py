@@ -26,7 +26,9 @@ _AUTHORS = f"{peers.PREFIX}flashinfer"
 
 
 class Pair(NamedTuple):
-    """A published cell and our share at the same work units; None where this run has none. mark: as in the other tables."""
+    """A published cell and our share at the same work units; None where this run has none. mark: as
+    in the other tables.
+    """
 
     theirs: PublishedCell
     ours: float | None
@@ -34,14 +36,20 @@ class Pair(NamedTuple):
 
 
 def sections(
-    sources: "Sequence[Source]", frame: "pd.DataFrame", publication: Published, baseline: Baseline | None = None
+    sources: "Sequence[Source]",
+    frame: "pd.DataFrame",
+    publication: Published,
+    baseline: Baseline | None = None,
 ) -> Iterator[Section]:
     """A section a sweep. Its subject is `subject(...)`."""
     for source in sources:
         title = f"{source.name} against {publication.title}"
         rows = frame[frame["run"] == source.name]
         mine = rows[rows["chosen"] & rows["sol"].notna()]
-        blocks = (*_blocks(source, mine, publication), *_in_their_form(source, rows, publication, baseline))
+        blocks = (
+            *_blocks(source, mine, publication),
+            *_in_their_form(source, rows, publication, baseline),
+        )
         yield Section(title, blocks, subject=subject(source, publication))
 
 
@@ -57,7 +65,11 @@ def panel(source: "Source", frame: "pd.DataFrame", publication: Published) -> Pa
     exact, near = _pairs(mine, publication)
     panels: dict[str, list[Line]] = {}
     for t, pairs in sorted({**exact, **near}.items()):
-        printed = [(float(p.theirs.problem.work_units), p.theirs.sol) for p in pairs if p.theirs.sol is not None]
+        printed = [
+            (float(p.theirs.problem.work_units), p.theirs.sol)
+            for p in pairs
+            if p.theirs.sol is not None
+        ]
         lines = panels.setdefault(f"T={t}", [Line(theirs_label, *_columns(printed), colour=1)])
         found = [(float(p.theirs.problem.work_units), p.ours) for p in pairs if p.ours is not None]
         if found:
@@ -65,7 +77,13 @@ def panel(source: "Source", frame: "pd.DataFrame", publication: Published) -> Pa
             lines.append(Line(label, *_columns(found), colour=colour))
     caption = "Share of each GPU's own DRAM peak, %, against work units"
     title = f"{source.name}, {publication.name}: {caption}"
-    return Panel((Picture(caption, curves(title, panels, "work units, B x HV", "%", percent=True), wide=True),))
+    return Panel(
+        (
+            Picture(
+                caption, curves(title, panels, "work units, B x HV", "%", percent=True), wide=True
+            ),
+        )
+    )
 
 
 def _columns(points: "list[tuple[float, Any]]") -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -79,21 +97,31 @@ def _labels(source: "Source", publication: Published) -> tuple[str, str]:
     )
 
 
-def _pairs(mine: "pd.DataFrame", publication: Published) -> tuple[dict[int, list[Pair]], dict[int, list[Pair]]]:
-    """By T: those of the same contract; and, where this run has none, those beside ours that keep the final state alone."""
+def _pairs(
+    mine: "pd.DataFrame", publication: Published
+) -> tuple[dict[int, list[Pair]], dict[int, list[Pair]]]:
+    """By T: those of the same contract; and, where this run has none, those beside ours that keep
+    the final state alone.
+    """
     # Of several cells of equal work units that with the most heads, as in a table.
     ours = {(_fields(c), c["work_units"]): c for _, c in mine.sort_values(["HV", "H"]).iterrows()}
 
     def pair(cell: PublishedCell, contract: Contract) -> Pair:
         found = ours.get((_fields(contract), cell.problem.work_units))
-        return Pair(cell, None) if found is None else Pair(cell, float(found["sol"]), words.bound_mark(found["bound"]))
+        return (
+            Pair(cell, None)
+            if found is None
+            else Pair(cell, float(found["sol"]), words.bound_mark(found["bound"]))
+        )
 
     exact: dict[int, list[Pair]] = {}
     near: dict[int, list[Pair]] = {}
     for cell in publication.cells:
         contract = cell.problem.contract
         exact.setdefault(contract.tokens, []).append(pair(cell, contract))
-        near.setdefault(contract.tokens, []).append(pair(cell, contract.replace(mode="update", intermediate="none")))
+        near.setdefault(contract.tokens, []).append(
+            pair(cell, contract.replace(mode="update", intermediate="none"))
+        )
     apart = [t for t in exact if not _has_ours(exact[t]) and _has_ours(near[t])]
     return {t: pairs for t, pairs in exact.items() if t not in apart}, {t: near[t] for t in apart}
 
@@ -107,9 +135,10 @@ def _blocks(source: "Source", mine: "pd.DataFrame", publication: Published) -> I
     peak = source.peak_gb_s
     policy = source.run.policy.get("l2")
     yield Text(
-        f"Theirs: {theirs}, as printed in {publication.url}, of {publication.peak_gb_s:.0f} GB/s. "
-        f"Ours: {ours}, of {'an unknown peak' if peak is None else f'{peak:.0f} GB/s'}. "
-        "A share is bytes that must move over time, over the GPU's own peak: it says how well each GPU is used, not which is faster."
+        f"Theirs: {theirs}, as printed in {publication.url}, of {publication.peak_gb_s:.0f} GB/s."
+        f" Ours: {ours}, of {'an unknown peak' if peak is None else f'{peak:.0f} GB/s'}. A share is"
+        " bytes that must move over time, over the GPU's own peak: it says how well each GPU is"
+        " used, not which is faster."
     )
     exact, near = _pairs(mine, publication)
     lines = [_line(t, pairs) for t, pairs in exact.items() if _has_ours(pairs)]
@@ -125,8 +154,9 @@ def _blocks(source: "Source", mine: "pd.DataFrame", publication: Published) -> I
     yield from _grids(f"SOL %: theirs {theirs}; ours {ours}", exact)
     if near:
         yield Text(
-            f"At T={', '.join(map(str, near))} theirs writes the state after each token, and this run has no such cells. Here ours "
-            "writes the final state alone: other bytes in another pattern, so these columns stand beside theirs for orientation."
+            f"At T={', '.join(map(str, near))} theirs writes the state after each token, and this"
+            " run has no such cells. Here ours writes the final state alone: other bytes in"
+            " another pattern, so these columns stand beside theirs for orientation."
         )
         yield from _grids(f"SOL %: theirs {theirs}; ours {ours}, {_NEAR}", near)
 
@@ -134,19 +164,31 @@ def _blocks(source: "Source", mine: "pd.DataFrame", publication: Published) -> I
 def _in_their_form(
     source: "Source", rows: "pd.DataFrame", publication: Published, baseline: Baseline | None
 ) -> Iterator[Block]:
-    """Our times, shares and speed-ups in tables laid out as theirs: a row a batch, a column a T; of their contracts alone."""
-    wanted = {(_fields(c.problem.contract), c.problem.B, c.problem.HV): c.problem for c in publication.cells}
+    """Our times, shares and speed-ups in tables laid out as theirs: a row a batch, a column a T; of
+    their contracts alone.
+    """
+    wanted = {
+        (_fields(c.problem.contract), c.problem.B, c.problem.HV): c.problem
+        for c in publication.cells
+    }
     keys = [(_fields(row), row["B"], row["HV"]) for _, row in rows.iterrows()]
     asked = {wanted[key] for key in keys if key in wanted}
     if not asked:
         return
     chosen = {
-        wanted[k]: row for k, (_, row) in zip(keys, rows.iterrows(), strict=True) if k in wanted and row["chosen"]
+        wanted[k]: row
+        for k, (_, row) in zip(keys, rows.iterrows(), strict=True)
+        if k in wanted and row["chosen"]
     }
-    rivals = {(_fields(r), r["B"], r["HV"]): r for _, r in peers.rivals(rows).iterrows() if r["kernel"] == _AUTHORS}
+    rivals = {
+        (_fields(r), r["B"], r["HV"]): r
+        for _, r in peers.rivals(rows).iterrows()
+        if r["kernel"] == _AUTHORS
+    }
     yield Text(
-        f"Ours in the form of their tables: {_labels(source, publication)[1]}, HV=64; T=1 writes the final state, T of 2 and more "
-        f"the state after each token. ERROR would be a cell that was asked for and has no time of a checked variant."
+        f"Ours in the form of their tables: {_labels(source, publication)[1]}, HV=64; T=1 writes"
+        " the final state, T of 2 and more the state after each token. ERROR would be a cell that"
+        " was asked for and has no time of a checked variant."
     )
 
     def share(p: Problem) -> str:
@@ -195,14 +237,16 @@ def _known(value: float) -> float | None:
 
 
 def _line(t: int, pairs: list[Pair]) -> str:
-    both = [(p.theirs.sol, p.ours) for p in pairs if p.theirs.sol is not None and p.ours is not None]
+    both = [
+        (p.theirs.sol, p.ours) for p in pairs if p.theirs.sol is not None and p.ours is not None
+    ]
     if not both:
         return f"T={t}: no cell has both."
     higher = sum(ours > theirs for theirs, ours in both)
     assisted = sum(p.mark.strip() == "c" for p in pairs)
     return (
-        f"T={t}: over {len(both)} shared cells the median share is {median(t for t, _ in both):.1%} theirs, "
-        f"{median(o for _, o in both):.1%} ours; ours is higher at {higher}"
+        f"T={t}: over {len(both)} shared cells the median share is {median(t for t, _ in both):.1%}"
+        f" theirs, {median(o for _, o in both):.1%} ours; ours is higher at {higher}"
         + (f" ({assisted} of ours are L2-assisted)." if assisted else ".")
     )
 
@@ -223,7 +267,10 @@ def _grids(caption: str, pairs: dict[int, list[Pair]]) -> Iterator[Grid]:
                 pair = found.get(t)
                 values = (None, None) if pair is None else (pair.theirs.sol, pair.ours)
                 failed = pair is not None and pair.theirs.sol is None
-                row += ["ERROR" if failed else _percent(values[0]), _percent(values[1]) + (pair.mark if pair else "")]
+                row += [
+                    "ERROR" if failed else _percent(values[0]),
+                    _percent(values[1]) + (pair.mark if pair else ""),
+                ]
                 shade += values  # type: ignore[arg-type]
             rows.append(tuple(row))
             shades.append(tuple(shade))

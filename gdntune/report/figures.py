@@ -1,4 +1,6 @@
-"""Pictures as SVG, by matplotlib. Knows numbers and labels alone; colours that differ by theme are the page's CSS variables."""
+"""Pictures as SVG, by matplotlib. Knows numbers and labels alone; colours that differ by theme are
+the page's CSS variables.
+"""
 
 import io
 import math
@@ -9,13 +11,18 @@ from typing import Any, NamedTuple
 
 from gdntune.errors import ToolMissing
 
-# Stand-ins for colours of the page, which matplotlib writes as they are: they become CSS variables afterwards.
+# Stand-ins for colours of the page, which matplotlib writes as they are: they become CSS variables
+# afterwards.
 INK, FAINT, *LINES = (f"#01fe{i:02x}" for i in range(8))
-_THEME = {INK: "var(--ink)", FAINT: "var(--faint)", **{c: f"var(--line{i})" for i, c in enumerate(LINES)}}
+_THEME = {
+    INK: "var(--ink)",
+    FAINT: "var(--faint)",
+    **{c: f"var(--line{i})" for i, c in enumerate(LINES)},
+}
 # Of areas with a letter in black on them.
 AREAS = (
-    "#8dd3c7 #ffffb3 #bebada #fb8072 #80b1d3 #fdb462 #b3de69 #fccde5 #d9d9d9 #ccebc5 #ffed6f #aec7e8 #ffbb78 #98df8a #ff9896 "
-    "#c5b0d5 #c49c94 #dbdb8d #9edae5 #e7969c"
+    "#8dd3c7 #ffffb3 #bebada #fb8072 #80b1d3 #fdb462 #b3de69 #fccde5 #d9d9d9 #ccebc5 #ffed6f"
+    " #aec7e8 #ffbb78 #98df8a #ff9896 #c5b0d5 #c49c94 #dbdb8d #9edae5 #e7969c"
 ).split()
 # A point is a pixel at the figures' own size.
 _STYLE: Any = {
@@ -40,12 +47,15 @@ _STYLE: Any = {
 
 
 LEGEND_ACROSS = 5
-# Of a label's letter at its own size, in pixels; of the numbers where an interval begins the height.
+# Of a label's letter at its own size, in pixels; of the numbers where an interval begins the
+# height.
 LETTER, NUMBER_HEIGHT = 6.2, 9
 
 
 class Tile(NamedTuple):
-    """A cell of a map. key: what the page calls it. value: what its colour stands for; text stands in it, title under the mouse."""
+    """A cell of a map. key: what the page calls it. value: what its colour stands for; text stands
+    in it, title under the mouse.
+    """
 
     column: int
     row: int
@@ -76,23 +86,34 @@ class Band(NamedTuple):
     title: str
 
 
-def share_map(title: str, columns: Sequence[str], rows: Sequence[str], tiles: Sequence[Tile]) -> str:
+def share_map(
+    title: str, columns: Sequence[str], rows: Sequence[str], tiles: Sequence[Tile]
+) -> str:
     """Shares of the DRAM's peak: dark is little, bright is 1."""
 
     def colours(matplotlib: Any, value: float) -> tuple[Any, str]:
         red, green, blue, _ = matplotlib.colormaps["viridis"](min(max(value, 0.0), 1.0))
         # Black where it reads better than white, by the eye's weights.
-        return (red, green, blue), "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff"
+        return (
+            red,
+            green,
+            blue,
+        ), ("#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff")
 
     return _map(title, columns, rows, tiles, colours)
 
 
 def gain_map(title: str, columns: Sequence[str], rows: Sequence[str], tiles: Sequence[Tile]) -> str:
-    """Ratios: blue above 1, red below, the page's own colour at 1; that of 1.5 and of 1/1.5 is the strongest."""
+    """Ratios: blue above 1, red below, the page's own colour at 1; that of 1.5 and of 1/1.5 is the
+    strongest.
+    """
 
     def colours(matplotlib: Any, value: float) -> tuple[Any, str]:
         strength = 0.8 * min(abs(math.log(value, 1.5)), 1.0)
-        return (*matplotlib.colors.to_rgb("#4a90d9" if value > 1 else "#e0604c"), round(strength, 3)), INK
+        return (
+            *matplotlib.colors.to_rgb("#4a90d9" if value > 1 else "#e0604c"),
+            round(strength, 3),
+        ), INK
 
     return _map(title, columns, rows, tiles, colours)
 
@@ -132,7 +153,11 @@ def _map(
             )
         axes.set_xlim(0, len(columns))
         axes.set_ylim(len(rows), 0)
-        axes.set_xticks([i + 0.5 for i in range(len(columns))], columns, fontsize=min([11.0, *map(fitting, columns)]))
+        axes.set_xticks(
+            [i + 0.5 for i in range(len(columns))],
+            columns,
+            fontsize=min([11.0, *map(fitting, columns)]),
+        )
         axes.set_yticks([i + 0.5 for i in range(len(rows))], rows)
         axes.xaxis.tick_top()
         axes.tick_params(length=0)
@@ -149,19 +174,32 @@ def _map(
 
 
 def curves(
-    title: str, panels: Mapping[str, Sequence[Line]], x_label: str, y_label: str, *, percent: bool = False
+    title: str,
+    panels: Mapping[str, Sequence[Line]],
+    x_label: str,
+    y_label: str,
+    *,
+    percent: bool = False,
 ) -> str:
     """A panel a name, all of one scale: log-log, or with shares as percents on a linear axis."""
     across = min(4, max(2, len(panels)))
     down = math.ceil(len(panels) / across)
     # The legend's lines stand above the panels' titles.
-    top = 30 + 16 * max(1, math.ceil(len({line.label for lines in panels.values() for line in lines}) / LEGEND_ACROSS))
+    top = 30 + 16 * max(
+        1,
+        math.ceil(len({line.label for lines in panels.values() for line in lines}) / LEGEND_ACROSS),
+    )
     width, height = 1180, 215 * down + 18 + top
 
     def draw(matplotlib: Any, figure: Any) -> None:
         grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
         figure.subplots_adjust(
-            left=62 / width, right=1 - 8 / width, top=1 - top / height, bottom=44 / height, wspace=0.05, hspace=0.16
+            left=62 / width,
+            right=1 - 8 / width,
+            top=1 - top / height,
+            bottom=44 / height,
+            wspace=0.05,
+            hspace=0.16,
         )
         handles: dict[str, Any] = {}
         for (name, lines), axes in zip(panels.items(), grid.flat, strict=False):
@@ -201,9 +239,15 @@ def curves(
 
 
 def winner_map(
-    title: str, columns: Sequence[str], bands: Sequence[Band], measured: Mapping[int, Sequence[float]], y_label: str
+    title: str,
+    columns: Sequence[str],
+    bands: Sequence[Band],
+    measured: Mapping[int, Sequence[float]],
+    y_label: str,
 ) -> str:
-    """Which variant is called at which work units, a column a number of tokens; a dot where it was measured."""
+    """Which variant is called at which work units, a column a number of tokens; a dot where it was
+    measured.
+    """
     points = [w for found in measured.values() for w in found]
     low, high = min(points) / 1.35, max(points) * 1.6
     width, height = 1180, min(520, max(150, 22 * len(set(points)) + 80))
@@ -240,11 +284,23 @@ def winner_map(
                     color="#000000",
                     fontsize=11,
                 )
-            if b.first > low and pixels * math.log(b.first / written.get(b.column, 1e-9)) >= NUMBER_HEIGHT:
+            if (
+                b.first > low
+                and pixels * math.log(b.first / written.get(b.column, 1e-9)) >= NUMBER_HEIGHT
+            ):
                 written[b.column] = b.first
-                axes.text(b.column + 0.05, first, f"{b.first:g}", va="top", color="#000000", fontsize=9)
+                axes.text(
+                    b.column + 0.05, first, f"{b.first:g}", va="top", color="#000000", fontsize=9
+                )
         for column, found in measured.items():
-            axes.plot([column + 0.93] * len(found), found, linestyle="", marker="o", markersize=2.5, color="#000000")
+            axes.plot(
+                [column + 0.93] * len(found),
+                found,
+                linestyle="",
+                marker="o",
+                markersize=2.5,
+                color="#000000",
+            )
         axes.set_xlim(0, len(columns))
         axes.set_ylim(high, low)
         axes.set_xticks([i + 0.5 for i in range(len(columns))], columns)
@@ -256,11 +312,17 @@ def winner_map(
         for spine in axes.spines.values():
             spine.set_visible(False)
 
-    return _svg(title, width, height, draw, {f"band:{b.column}:{b.first:g}": b.title for b in bands})
+    return _svg(
+        title, width, height, draw, {f"band:{b.column}:{b.first:g}": b.title for b in bands}
+    )
 
 
 def _svg(
-    title: str, width: float, height: float, draw: Callable[[Any, Any], None], titles: Mapping[str, str] | None = None
+    title: str,
+    width: float,
+    height: float,
+    draw: Callable[[Any, Any], None],
+    titles: Mapping[str, str] | None = None,
 ) -> str:
     """A picture's element, ready for a page. Equal drawings give equal bytes."""
     try:
@@ -270,7 +332,8 @@ def _svg(
         import matplotlib.patches
     except ImportError as e:
         raise ToolMissing(
-            f"matplotlib is not here, which draws a report's pictures ({e}): pip install 'gdntune[report]'"
+            f"matplotlib is not here, which draws a report's pictures ({e}): pip install"
+            " 'gdntune[report]'"
         ) from e
     out = io.StringIO()
     with matplotlib.rc_context():
@@ -282,12 +345,16 @@ def _svg(
         draw(matplotlib, figure)
         for axes in figure.axes:
             axes.patch.set_visible(False)
-        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        figure.savefig(
+            out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
     return _for_page(out.getvalue(), title, titles or {})
 
 
 def _for_page(svg: str, title: str, titles: Mapping[str, str]) -> str:
-    """Without prologue and needless names, in the page's font and colours; a part that has a key gets it, and its title."""
+    """Without prologue and needless names, in the page's font and colours; a part that has a key
+    gets it, and its title.
+    """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(
         r"<svg [^>]*viewBox=\"([^\"]*)\"[^>]*>",
@@ -300,18 +367,25 @@ def _for_page(svg: str, title: str, titles: Mapping[str, str]) -> str:
     def named(match: "re.Match[str]") -> str:
         key = match[1]
         said = titles.get(key)
-        return f'<g data-key="{escape(key)}"><title>{escape(said)}</title>' if said is not None else "<g>"
+        return (
+            f'<g data-key="{escape(key)}"><title>{escape(said)}</title>'
+            if said is not None
+            else "<g>"
+        )
 
     svg = re.sub(r'<g id="([^"]*)">', named, svg)
     # The page's font, and no turn by nothing.
     svg = re.sub(
-        r" font-family: [^;\"]*;|<style.*?</style>|<g id=\"[^\"]*\"/>| transform=\"rotate\(-?0 [^\"]*\"",
+        r" font-family: [^;\"]*;|<style.*?</style>|<g id=\"[^\"]*\"/>| transform=\"rotate\(-?0"
+        r" [^\"]*\"",
         "",
         svg,
         flags=re.S,
     )
     svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)
-    svg = svg.replace("xlink:href", "href").replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "")
+    svg = svg.replace("xlink:href", "href").replace(
+        ' xmlns:xlink="http://www.w3.org/1999/xlink"', ""
+    )
     for stand_in, variable in _THEME.items():
         svg = svg.replace(stand_in, variable)
     return re.sub(r"\n\s*", "\n", svg).strip()

@@ -1,4 +1,6 @@
-"""A document as one HTML file: its tables, and beside them pictures and samples. Opens from disk; asks nothing of a network."""
+"""A document as one HTML file: its tables, and beside them pictures and samples. Opens from disk;
+asks nothing of a network.
+"""
 
 import json
 import re
@@ -9,21 +11,32 @@ from pathlib import Path
 from gdntune.report.document import Block, Bullets, Code, Document, Grid, Section, Text
 from gdntune.report.panels import Fact, Panel, Picture
 
-# The browser itself refuses whatever would go out: a report may hold what others wrote, such as a compiler's message.
+# The browser itself refuses whatever would go out: a report may hold what others wrote, such as a
+# compiler's message.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _HERE = Path(__file__).parent
 _NO_ANCHORS: Mapping[tuple[str, str], str] = {}
 
 
 def html(document: Document, facts: Sequence[Fact], panels: Mapping[tuple[str, str], Panel]) -> str:
-    """The page. panels: by a section's subject; such a section's tables are folded away below its pictures."""
+    """The page. panels: by a section's subject; such a section's tables are folded away below its
+    pictures.
+    """
     summary, *rest = document.sections
     anchors = {s.subject: _anchor(i) for i, s in enumerate(rest) if s.subject}
     # What a table of contents leads to need not stand in the line of links too.
-    listed = {subject for s in rest for b in s.blocks if isinstance(b, Grid) for subject in b.subjects}
-    links = [f"<a href=#{_anchor(i)}>{escape(s.title)}</a>" for i, s in enumerate(rest) if s.subject not in listed]
+    listed = {
+        subject for s in rest for b in s.blocks if isinstance(b, Grid) for subject in b.subjects
+    }
+    links = [
+        f"<a href=#{_anchor(i)}>{escape(s.title)}</a>"
+        for i, s in enumerate(rest)
+        if s.subject not in listed
+    ]
     samples = {
-        _anchor(i): p.samples for i, s in enumerate(rest) if s.subject and (p := panels.get(s.subject)) and p.samples
+        _anchor(i): p.samples
+        for i, s in enumerate(rest)
+        if s.subject and (p := panels.get(s.subject)) and p.samples
     }
     parts = [
         "<!doctype html>",
@@ -38,7 +51,9 @@ def html(document: Document, facts: Sequence[Fact], panels: Mapping[tuple[str, s
         "</head>",
         "<body>",
         f"<header><h1>{escape(document.title)}</h1>",
-        f"<dl>{''.join(f'<div><dd>{_text(f.value)}</dd><dt>{_text(f.what)}</dt></div>' for f in facts)}</dl>",
+        (
+            f"<dl>{''.join(f'<div><dd>{_text(f.value)}</dd><dt>{_text(f.what)}</dt></div>' for f in facts)}</dl>"
+        ),
         *(part for block in summary.blocks for part in _block(block)),
         f"<nav>{''.join(links)}</nav></header>",
         "<main>",
@@ -72,7 +87,9 @@ def _section(
     blocks = [part for block in section.blocks for part in _block(block, anchors)]
     if panel and panel.pictures:
         # What is said before the first table stays in sight.
-        first = next((i for i, b in enumerate(section.blocks) if isinstance(b, Grid)), len(section.blocks))
+        first = next(
+            (i for i, b in enumerate(section.blocks) if isinstance(b, Grid)), len(section.blocks)
+        )
         blocks = [part for block in section.blocks[first:] for part in _block(block)]
         yield from (part for block in section.blocks[:first] for part in _block(block))
         yield '<div class="pictures">'
@@ -91,15 +108,18 @@ def _section(
 
 
 _SAMPLES = (
-    '<div class="wide samples" hidden><h3>Samples of a cell</h3><p>Click a cell in a map, or choose: '
-    '<label>T <select name="tokens"></select></label> <label>work units <select name="units"></select></label> '
-    '<label><input type="checkbox" name="own"> a scale a row</label> <output></output></p><div class="plot"></div></div>'
+    '<div class="wide samples" hidden><h3>Samples of a cell</h3><p>Click a cell in a map, or'
+    ' choose: <label>T <select name="tokens"></select></label> <label>work units <select'
+    ' name="units"></select></label> <label><input type="checkbox" name="own"> a scale a'
+    ' row</label> <output></output></p><div class="plot"></div></div>'
 )
 
 
 def _legend(picture: Picture) -> str:
     return (
-        f'<ul class="legend">{"".join(f"<li>{_text(i)}</li>" for i in picture.legend)}</ul>' if picture.legend else ""
+        f'<ul class="legend">{"".join(f"<li>{_text(i)}</li>" for i in picture.legend)}</ul>'
+        if picture.legend
+        else ""
     )
 
 
@@ -115,7 +135,9 @@ def _block(block: Block, anchors: Mapping[tuple[str, str], str] = _NO_ANCHORS) -
 
 
 def _grid(grid: Grid, anchors: Mapping[tuple[str, str], str]) -> Iterator[str]:
-    def cell(text: str, i: int, share: float | None, tag: str = "td", anchor: str | None = None) -> str:
+    def cell(
+        text: str, i: int, share: float | None, tag: str = "td", anchor: str | None = None
+    ) -> str:
         left = "" if i < grid.left else ' class="n"'
         # A tenth of a shade more for each tenth of the peak.
         shade = "" if share is None else f' style="--share:{min(max(share, 0), 1):.2f}"'
@@ -125,11 +147,15 @@ def _grid(grid: Grid, anchors: Mapping[tuple[str, str], str]) -> Iterator[str]:
     yield '<div class="scroll"><table>'
     if grid.caption:
         yield f"<caption>{_text(grid.caption)}</caption>"
-    yield f"<thead><tr>{''.join(cell(h, i, None, 'th') for i, h in enumerate(grid.headers))}</tr></thead><tbody>"
+    yield (
+        f"<thead><tr>{''.join(cell(h, i, None, 'th') for i, h in enumerate(grid.headers))}</tr></thead><tbody>"
+    )
     for i, row in enumerate(grid.rows):
         shades = grid.shades[i] if grid.shades else (None,) * len(row)
         to = anchors.get(grid.subjects[i]) if grid.subjects else None
-        yield f"<tr>{''.join(cell(c, j, s, anchor=to) for j, (c, s) in enumerate(zip(row, shades, strict=True)))}</tr>"
+        yield (
+            f"<tr>{''.join(cell(c, j, s, anchor=to) for j, (c, s) in enumerate(zip(row, shades, strict=True)))}</tr>"
+        )
     yield "</tbody></table></div>"
 
 

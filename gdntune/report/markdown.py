@@ -23,7 +23,12 @@ def _block(block: Block) -> Iterator[str]:
     elif isinstance(block, Bullets):
         for item in block.items:
             yield from textwrap.wrap(
-                item, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+                item,
+                WIDTH,
+                initial_indent="- ",
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
             )
     elif isinstance(block, Code):
         yield from ("```sh", block.text, "```")
@@ -36,15 +41,22 @@ def _grid(grid: Grid) -> Iterator[str]:
         return tuple(cell.replace("|", "\\|") for cell in row)
 
     # Escaped first, so that what the bars cost is counted.
-    grid = grid._replace(headers=escaped(grid.headers), rows=tuple(map(escaped, grid.rows))).fitted()
+    grid = grid._replace(
+        headers=escaped(grid.headers), rows=tuple(map(escaped, grid.rows))
+    ).fitted()
     widths = [max(3, *map(len, column)) for column in zip(grid.headers, *grid.rows, strict=True)]
 
     def line(row: tuple[str, ...]) -> str:
-        cells = (c.ljust(w) if i < grid.left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        cells = (
+            c.ljust(w) if i < grid.left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
         return f"| {' | '.join(cells)} |"
 
     if grid.caption:
         yield from (f"**{grid.caption}**", "")
     yield line(grid.headers)
-    yield f"| {' | '.join('-' * w if i < grid.left else '-' * (w - 1) + ':' for i, w in enumerate(widths))} |"
+    yield (
+        f"| {' | '.join('-' * w if i < grid.left else '-' * (w - 1) + ':' for i, w in enumerate(widths))} |"
+    )
     yield from map(line, grid.rows)

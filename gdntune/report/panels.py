@@ -1,4 +1,6 @@
-"""A contract's pictures and samples: from a run's frame and trials to what the page of a report shows beside its tables."""
+"""A contract's pictures and samples: from a run's frame and trials to what the page of a report
+shows beside its tables.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +38,9 @@ class Picture(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """What a section of a report shows beside its tables. samples: what the page's script draws; None where there are none."""
+    """What a section of a report shows beside its tables. samples: what the page's script draws;
+    None where there are none.
+    """
 
     pictures: tuple[Picture, ...]
     samples: dict[str, Any] | None = None
@@ -51,7 +55,9 @@ def panel(
     default: Callable[[Problem], str | None],
     baseline: Baseline | None = None,
 ) -> Panel:
-    """The panel of a contract but for T, in one run. frame, trials: that run's rows and counted trials of it."""
+    """The panel of a contract but for T, in one run. frame, trials: that run's rows and counted
+    trials of it.
+    """
     chosen = frame[frame["chosen"]].sort_values(["tokens", "work_units", "B"])
     if not len(chosen):
         return Panel(())
@@ -87,7 +93,10 @@ def _maps(
             if math.isnan(value):
                 continue
             column, row = tokens.index(c["tokens"]), rows.index(_size(c))
-            said = f"{cell_words(c)}: {number(c['median_us'])} us, {letters.get(c['variant'], '')} {c['variant']}"
+            said = (
+                f"{cell_words(c)}: {number(c['median_us'])} us, {letters.get(c['variant'], '')}"
+                f" {c['variant']}"
+            )
             found.append(Tile(column, row, _key(c), value, show(value), said))
         return found
 
@@ -101,7 +110,9 @@ def _maps(
         caption = "Speed-up over the default rule (blue: faster)"
         yield Picture(caption, figures.gain_map(f"{title}: {caption}", headers, names, gains))
     for kernel in peers.names(rivals):
-        theirs = {_key(r): r["chosen_speedup"] for _, r in rivals[rivals["kernel"] == kernel].iterrows()}
+        theirs = {
+            _key(r): r["chosen_speedup"] for _, r in rivals[rivals["kernel"] == kernel].iterrows()
+        }
         beside = tiles(lambda c, theirs=theirs: theirs.get(_key(c), math.nan), ratio)  # type: ignore[misc]
         caption = f"Speed-up over {kernel.removeprefix(peers.PREFIX)} (blue: ours is faster)"
         yield Picture(caption, figures.gain_map(f"{title}: {caption}", headers, names, beside))
@@ -113,15 +124,23 @@ def _maps(
 
 
 def _defaults(
-    frame: "pd.DataFrame", trials: Sequence[tuple[Problem, Trial]], default: Callable[[Problem], str | None]
+    frame: "pd.DataFrame",
+    trials: Sequence[tuple[Problem, Trial]],
+    default: Callable[[Problem], str | None],
 ) -> "pd.DataFrame":
-    """The default rule's rows: their medians stand beside those of the choices, where `default_mean_us` are means."""
+    """The default rule's rows: their medians stand beside those of the choices, where
+    `default_mean_us` are means.
+    """
     ids = {_key_of(p): default(p) for p, _ in trials}
-    wanted = [r["role"] == "decode" and r["variant"] == ids.get(_key(r)) for _, r in frame.iterrows()]
+    wanted = [
+        r["role"] == "decode" and r["variant"] == ids.get(_key(r)) for _, r in frame.iterrows()
+    ]
     return frame[wanted]
 
 
-def _times(title: str, chosen: "pd.DataFrame", defaults: "pd.DataFrame", rivals: "pd.DataFrame") -> Picture:
+def _times(
+    title: str, chosen: "pd.DataFrame", defaults: "pd.DataFrame", rivals: "pd.DataFrame"
+) -> Picture:
     panels: dict[str, list[Line]] = {}
     kernels = peers.names(rivals)
     for t in sorted(set(chosen["tokens"])):
@@ -131,24 +150,43 @@ def _times(title: str, chosen: "pd.DataFrame", defaults: "pd.DataFrame", rivals:
         if usual["median_us"].notna().any():
             lines.append(_line("default rule", usual, "median_us", 1, dashed=True))
         if mine["floor_us"].notna().any():
-            lines.append(_line("floor: moves the same state bytes", mine, "floor_us", None, dashed=True))
+            lines.append(
+                _line("floor: moves the same state bytes", mine, "floor_us", None, dashed=True)
+            )
         for i, kernel in enumerate(kernels):
             theirs = rivals[(rivals["tokens"] == t) & (rivals["kernel"] == kernel)]
             if len(theirs):
                 lines.append(_line(kernel.removeprefix(peers.PREFIX), theirs, "median_us", 2 + i))
         panels[f"T={t}"] = lines
     caption = "Time against work units, us"
-    return Picture(caption, figures.curves(f"{title}: {caption}", panels, "work units, B x HV", "us"), wide=True)
+    return Picture(
+        caption,
+        figures.curves(f"{title}: {caption}", panels, "work units, B x HV", "us"),
+        wide=True,
+    )
 
 
-def _line(label: str, rows: "pd.DataFrame", column: str, colour: int | None, *, dashed: bool = False) -> Line:
+def _line(
+    label: str, rows: "pd.DataFrame", column: str, colour: int | None, *, dashed: bool = False
+) -> Line:
     rows = rows[rows[column].notna()].sort_values(["work_units", "B"])
-    return Line(label, tuple(map(float, rows["work_units"])), tuple(map(float, rows[column])), colour, dashed)
+    return Line(
+        label,
+        tuple(map(float, rows["work_units"])),
+        tuple(map(float, rows[column])),
+        colour,
+        dashed,
+    )
 
 
-def _winners(title: str, chosen: "pd.DataFrame", table: "Table", letters: Mapping[str, str]) -> Picture:
+def _winners(
+    title: str, chosen: "pd.DataFrame", table: "Table", letters: Mapping[str, str]
+) -> Picture:
     tokens = sorted(set(chosen["tokens"]))
-    contracts = {tuple(c[name] for name in Contract.__struct_fields__): c["tokens"] for _, c in chosen.iterrows()}
+    contracts = {
+        tuple(c[name] for name in Contract.__struct_fields__): c["tokens"]
+        for _, c in chosen.iterrows()
+    }
     bands: list[Band] = []
     order: dict[str, int] = {}
     for rule in sorted(table.rules, key=lambda r: r.when):
@@ -158,17 +196,33 @@ def _winners(title: str, chosen: "pd.DataFrame", table: "Table", letters: Mappin
             span = f"from {i.first} on" if i.last is None else f"from {i.first} to {i.last}"
             letter = letters.get(i.variant, "")
             area = order.setdefault(i.variant, len(order))
-            bands.append(Band(tokens.index(t), i.first, end, letter, area, f"T={t}, {span}: {letter} {i.variant}"))
+            bands.append(
+                Band(
+                    tokens.index(t),
+                    i.first,
+                    end,
+                    letter,
+                    area,
+                    f"T={t}, {span}: {letter} {i.variant}",
+                )
+            )
     measured = {
-        i: [float(w) for w in sorted(set(chosen[chosen["tokens"] == t]["work_units"]))] for i, t in enumerate(tokens)
+        i: [float(w) for w in sorted(set(chosen[chosen["tokens"] == t]["work_units"]))]
+        for i, t in enumerate(tokens)
     }
     caption = (
-        "Which variant is called at which work units (letters as in the tables; numbers: where an interval begins, "
-        "if there is room; dots: measured)"
+        "Which variant is called at which work units (letters as in the tables; numbers: where an"
+        " interval begins, if there is room; dots: measured)"
     )
-    svg = figures.winner_map(f"{title}: winners", [f"T={t}" for t in tokens], bands, measured, "work units, B x HV")
-    legend = sorted(((letters.get(name, ""), name) for name in order), key=lambda pair: (len(pair[0]), pair))
-    return Picture(caption, svg, wide=True, legend=tuple(f"{letter}: `{name}`" for letter, name in legend))
+    svg = figures.winner_map(
+        f"{title}: winners", [f"T={t}" for t in tokens], bands, measured, "work units, B x HV"
+    )
+    legend = sorted(
+        ((letters.get(name, ""), name) for name in order), key=lambda pair: (len(pair[0]), pair)
+    )
+    return Picture(
+        caption, svg, wide=True, legend=tuple(f"{letter}: `{name}`" for letter, name in legend)
+    )
 
 
 def _key(row: Any) -> str:
@@ -189,11 +243,16 @@ def _size(row: Any) -> tuple[int, int, int, int]:
 
 
 def _samples(
-    frame: "pd.DataFrame", trials: Iterable[tuple[Problem, Trial]], default: Callable[[Problem], str | None]
+    frame: "pd.DataFrame",
+    trials: Iterable[tuple[Problem, Trial]],
+    default: Callable[[Problem], str | None],
 ) -> dict[str, Any]:
-    """By cell, the final samples of each implementation: [index of its name, role, mark, verified, packed samples]."""
+    """By cell, the final samples of each implementation: [index of its name, role, mark, verified,
+    packed samples].
+    """
     known = {
-        (_key(r), r["variant"]): r for _, r in frame[(frame["stage"] == "final") & (frame["status"] == "ok")].iterrows()
+        (_key(r), r["variant"]): r
+        for _, r in frame[(frame["stage"] == "final") & (frame["status"] == "ok")].iterrows()
     }
     names: dict[str, int] = {}
     cells: dict[str, list[Any]] = {}
@@ -204,26 +263,46 @@ def _samples(
         if row is None or trial.stage != "final":
             continue
         marks = [
-            w for w, is_so in (("chosen", row["chosen"]), ("default", trial.variant.id == default(problem))) if is_so
+            w
+            for w, is_so in (
+                ("chosen", row["chosen"]),
+                ("default", trial.variant.id == default(problem)),
+            )
+            if is_so
         ]
         index = names.setdefault(trial.variant.id, len(names))
         rows = cells.setdefault(key, [])
-        rows.append([index, trial.role, marks, row["verified"], *packed(trial.samples_us), float(row["mean_us"])])
+        rows.append(
+            [
+                index,
+                trial.role,
+                marks,
+                row["verified"],
+                *packed(trial.samples_us),
+                float(row["mean_us"]),
+            ]
+        )
         units[key] = problem.work_units
     for rows in cells.values():
         # The choice first, then the others from fast to slow, floors and peers last.
-        rows.sort(key=lambda r: ("decode peer floor".split().index(r[1]), "chosen" not in r[2], r[-1]))
+        rows.sort(
+            key=lambda r: ("decode peer floor".split().index(r[1]), "chosen" not in r[2], r[-1])
+        )
         for r in rows:
             r.pop()
     chosen = frame[frame["chosen"] & frame["over_floor"].notna()]
-    worst = _key(chosen.loc[chosen["over_floor"].idxmax()]) if len(chosen) else next(iter(cells), "")
+    worst = (
+        _key(chosen.loc[chosen["over_floor"].idxmax()]) if len(chosen) else next(iter(cells), "")
+    )
     return {"names": list(names), "cells": cells, "units": units, "first": worst}
 
 
 def packed(samples_us: Iterable[float]) -> tuple[int, str]:
-    """Samples in a few characters: their step in ns, and, in steps, from each value to the next with how often it comes again.
+    """Samples in a few characters: their step in ns, and, in steps, from each value to the next
+    with how often it comes again.
 
-    Each number is written in base 64, five bits a digit, the lowest first; a digit's sixth bit says that more follow.
+    Each number is written in base 64, five bits a digit, the lowest first; a digit's sixth bit says
+    that more follow.
     """
     ns = sorted(round(1000 * us) for us in samples_us)
     step = math.gcd(*ns) or 1
@@ -246,28 +325,43 @@ def _number(value: int) -> str:
 
 
 def facts(
-    name: str, frame: "pd.DataFrame", cells: int, checks: Mapping[str, int], references: Iterable[Mapping[str, Any]]
+    name: str,
+    frame: "pd.DataFrame",
+    cells: int,
+    checks: Mapping[str, int],
+    references: Iterable[Mapping[str, Any]],
 ) -> Iterable[Fact]:
-    """A run's numbers for the top of the page. name: said with each where there are several runs, else empty.
+    """A run's numbers for the top of the page. name: said with each where there are several runs,
+    else empty.
 
-    cells: how many were asked for. checks: how many of each status. references: what `peers.compared` gives.
+    cells: how many were asked for. checks: how many of each status. references: what
+        `peers.compared` gives.
     """
     suffix = f", {name}" if name else ""
     chosen = frame[frame["chosen"]]
     failed = sum(n for status, n in checks.items() if status != "ok")
-    yield Fact(f"{len(chosen)} of {cells}", f"cells have a time of the variant chosen for them{suffix}")
+    yield Fact(
+        f"{len(chosen)} of {cells}", f"cells have a time of the variant chosen for them{suffix}"
+    )
     yield Fact(
         f"{int((chosen['verified'] == 'ok').sum())} of {len(chosen)}",
-        f"choices agreed with the fp64 reference; {checks.get('ok', 0)} checks passed, {failed} failed{suffix}",
+        f"choices agreed with the fp64 reference; {checks.get('ok', 0)} checks passed, {failed}"
+        f" failed{suffix}",
     )
     share = chosen["sol"].dropna()
     # What the cache assists, or a launch's cost bounds, says little of the memory.
     bound = share[chosen["bound"] == "DRAM-bound"]
     if len(bound):
-        said = f"of the DRAM's peak in the median of {len(bound)} DRAM-bound cells, {bound.max():.0%} at most{suffix}"
+        said = (
+            f"of the DRAM's peak in the median of {len(bound)} DRAM-bound cells, {bound.max():.0%}"
+            f" at most{suffix}"
+        )
         yield Fact(f"{bound.median():.0%}", said)
     elif len(share):
-        yield Fact(f"{share.median():.0%}", f"of the DRAM's peak in the median; no cell is DRAM-bound{suffix}")
+        yield Fact(
+            f"{share.median():.0%}",
+            f"of the DRAM's peak in the median; no cell is DRAM-bound{suffix}",
+        )
     over = chosen["over_floor"].dropna()
     if len(over):
         yield Fact(
@@ -284,5 +378,6 @@ def facts(
         if found["cells"]:
             yield Fact(
                 f"{found['geometric_mean']:.2f} x",
-                f"as fast as {found['peer']} in the geometric mean of {found['cells']} cells, {found['worst']:.2f} at worst{suffix}",
+                f"as fast as {found['peer']} in the geometric mean of {found['cells']} cells,"
+                f" {found['worst']:.2f} at worst{suffix}",
             )

@@ -1,4 +1,6 @@
-"""What a report says of peers: how much faster our choice is than each, where least, which have no times and why."""
+"""What a report says of peers: how much faster our choice is than each, where least, which have no
+times and why.
+"""
 
 import re
 from collections import Counter
@@ -19,22 +21,30 @@ PREFIX = "peer:"
 # What became of a peer where it has no time; else the status of the entry that was called.
 NOT_INSTALLED, NOT_SERVED = "not installed", "not served"
 READING = (
-    "Peers are other libraries' functions, called on the same tensors within the same measurement. Each was first compared with "
-    "the reference at the cell's own sizes, by the relative norm of a few requests' outputs and states: 0.01 is accepted of 16-bit "
-    "values, 0.002 of fp32, more where an entry says so. A call of several kernels counts from the first one's start to the last "
-    "one's end. Where a peer has several functions for a cell, its fastest counts. Speed-ups are of medians; `behind` are the cells where "
-    "our mean is the larger one by more than a tie, the larger of 1% and 32 ns."
+    "Peers are other libraries' functions, called on the same tensors within the same measurement."
+    " Each was first compared with the reference at the cell's own sizes, by the relative norm of a"
+    " few requests' outputs and states: 0.01 is accepted of 16-bit values, 0.002 of fp32, more"
+    " where an entry says so. A call of several kernels counts from the first one's start to the"
+    " last one's end. Where a peer has several functions for a cell, its fastest counts. Speed-ups"
+    " are of medians; `behind` are the cells where our mean is the larger one by more than a tie,"
+    " the larger of 1% and 32 ns."
 )
 
 
 def is_theirs(record: Record) -> bool:
     """Whether a record is a peer's timing, or its check."""
-    name = record.variant if isinstance(record, Check) else getattr(getattr(record, "variant", None), "kernel", "")
+    name = (
+        record.variant
+        if isinstance(record, Check)
+        else getattr(getattr(record, "variant", None), "kernel", "")
+    )
     return name.startswith(PREFIX)
 
 
 def fate(trial: Trial) -> str:
-    """Why a peer has no time: it is not installed, does not serve the problem, or an entry failed, crashed or hung (timeout)."""
+    """Why a peer has no time: it is not installed, does not serve the problem, or an entry failed,
+    crashed or hung (timeout).
+    """
     if trial.variant.id != trial.variant.kernel:
         return trial.status
     # No entry of it was called: the bench says of the whole peer why.
@@ -43,7 +53,9 @@ def fate(trial: Trial) -> str:
 
 def _trials(records: list[Record]) -> list[Trial]:
     """The peers' trials that count, so none of a cell that was done again since."""
-    return [r for trials in passes(records, failed=True).values() for r in trials if r.role == "peer"]
+    return [
+        r for trials in passes(records, failed=True).values() for r in trials if r.role == "peer"
+    ]
 
 
 def _reason(trial: Trial) -> str:
@@ -59,10 +71,16 @@ def _untimed(kernel: str, trials: list[Trial]) -> Counter[str]:
 
 
 def rivals(frame: "pd.DataFrame") -> "pd.DataFrame":
-    """The fastest timed entry of each peer at each cell, beside a choice of ours; `behind`: ours is slower, by means beyond a tie."""
-    timed = frame[(frame["role"] == "peer") & (frame["status"] == "ok") & frame["chosen_speedup"].notna()]
+    """The fastest timed entry of each peer at each cell, beside a choice of ours; `behind`: ours is
+    slower, by means beyond a tie.
+    """
+    timed = frame[
+        (frame["role"] == "peer") & (frame["status"] == "ok") & frame["chosen_speedup"].notna()
+    ]
     place = ["run", *Contract.__struct_fields__, "B", "H", "HV"]
-    best = timed.sort_values([*place, "kernel", "median_us", "variant"]).drop_duplicates([*place, "kernel"])
+    best = timed.sort_values([*place, "kernel", "median_us", "variant"]).drop_duplicates(
+        [*place, "kernel"]
+    )
     ours = frame.loc[frame["chosen"], [*place, "mean_us"]].rename(columns={"mean_us": "chosen_us"})
     best = best.merge(ours, on=place, how="left")
     pairs = zip(best["chosen_us"], best["mean_us"], strict=True)
@@ -83,9 +101,11 @@ def label(kernel: str, records: list[Record]) -> str:
 
 
 def compared(frame: "pd.DataFrame", records: list[Record]) -> Iterator[dict[str, Any]]:
-    """For each peer that was asked for: over how many cells, the geometric mean, the worst cell, and reasons for the others.
+    """For each peer that was asked for: over how many cells, the geometric mean, the worst cell,
+    and reasons for the others.
 
-    slower: cells where our median is the larger one; behind: where our mean is, beyond a tie. untimed: cells without a time of it, by
+    slower: cells where our median is the larger one; behind: where our mean is, beyond a tie.
+        untimed: cells without a time of it, by
     `fate`. without_times: reasons, by how often an entry, or the whole peer, had them.
     """
     best = rivals(frame)
@@ -112,17 +132,21 @@ def compared(frame: "pd.DataFrame", records: list[Record]) -> Iterator[dict[str,
 
 
 def lines(frame: "pd.DataFrame", records: list[Record]) -> Iterator[str]:
-    """One line a peer for the summary: the geometric mean, the worst cell, and why it has no time at the others."""
+    """One line a peer for the summary: the geometric mean, the worst cell, and why it has no time
+    at the others.
+    """
     for found in compared(frame, records):
         said = []
         if found["cells"]:
             said.append(
-                f"{found['geometric_mean']:.3f} times as fast in the geometric mean of {found['cells']} cells, {found['worst']:.3f} at "
-                f"worst ({found['worst_cell']}); slower at {found['slower']}, at {found['behind']} "
-                f"beyond a tie"
+                f"{found['geometric_mean']:.3f} times as fast in the geometric mean of"
+                f" {found['cells']} cells, {found['worst']:.3f} at worst ({found['worst_cell']});"
+                f" slower at {found['slower']}, at {found['behind']} beyond a tie"
             )
         if untimed := found["untimed"]:
-            said.append("it " + ", ".join(_FATES[name].format(n) for name, n in sorted(untimed.items())))
+            said.append(
+                "it " + ", ".join(_FATES[name].format(n) for name, n in sorted(untimed.items()))
+            )
         yield f"Against {found['peer']}: {'; '.join(said) or 'no cell has a time of both'}."
 
 
@@ -144,9 +168,15 @@ def blocks(frame: "pd.DataFrame", records: list[Record]) -> Iterator[Block]:
     if lost:
         yield from _lost(lost)
     forms = {
-        r.variant.id: f"`{r.variant.id.removeprefix(PREFIX)}` {r.variant.knobs.get('version', '')}: {r.variant.knobs['form']}."
+        r.variant.id: (
+            f"`{r.variant.id.removeprefix(PREFIX)}` {r.variant.knobs.get('version', '')}:"
+            f" {r.variant.knobs['form']}."
+        )
         for r in records
-        if isinstance(r, Trial) and r.role == "peer" and r.status == "ok" and "form" in r.variant.knobs
+        if isinstance(r, Trial)
+        and r.role == "peer"
+        and r.status == "ok"
+        and "form" in r.variant.knobs
     }
     if forms:
         yield Text("How they were called:")
@@ -184,15 +214,23 @@ def _groups(best: "pd.DataFrame") -> Iterator[tuple[str, ...]]:
 
 
 def _lost(lost: list[Trial]) -> Iterator[Block]:
-    """A row for each peer and reason; reasons that differ in numbers alone are one, with the first's numbers."""
+    """A row for each peer and reason; reasons that differ in numbers alone are one, with the
+    first's numbers.
+    """
     counts: Counter[tuple[str, str, str]] = Counter()
     example: dict[tuple[str, str, str], str] = {}
     for r in lost:
         reason = _reason(r)
-        key = (r.variant.id.removeprefix(PREFIX), fate(r), re.sub(r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#", reason)[:200])
+        key = (
+            r.variant.id.removeprefix(PREFIX),
+            fate(r),
+            re.sub(r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#", reason)[:200],
+        )
         counts[key] += 1
         example.setdefault(key, reason)
     ordered = sorted(counts, key=lambda key: (key[0], -counts[key], key))
     rows = tuple((key[0], key[1], example[key], str(counts[key])) for key in ordered)
-    yield Grid("Peers without a time", ("peer", "why", "reason, of the first", "cells"), rows, left=3)
+    yield Grid(
+        "Peers without a time", ("peer", "why", "reason, of the first", "cells"), rows, left=3
+    )
     yield Bullets(tuple(f"`{key[0]}`, {key[1]}: {example[key][:400]}" for key in ordered))

@@ -1,6 +1,8 @@
-"""Journals to one tidy table of times, and from it a report: Markdown, CSV, HTML, terminal. The same journals give the same bytes.
+"""Journals to one tidy table of times, and from it a report: Markdown, CSV, HTML, terminal. The
+same journals give the same bytes.
 
-The frame has one row a cell and implementation: every variant, floor or peer that was tried at a cell, with its last stage.
+The frame has one row a cell and implementation: every variant, floor or peer that was tried at a
+    cell, with its last stage.
 """
 
 import functools
@@ -32,14 +34,18 @@ from gdntune.timing import summary
 if TYPE_CHECKING:
     from rich.console import Console
 
-# The frame's columns and their kinds. Text is never empty and no whole number is missing, so that pandas reads back what it wrote.
+# The frame's columns and their kinds. Text is never empty and no whole number is missing, so that
+# pandas reads back what it wrote.
 COLUMNS: dict[str, str] = {
     "run": "text",
     "device": "text",
     "device_kind": "text",
     "timer": "text",
     "l2": "text",
-    **{f.name: {bool: "bool", int: "int"}.get(f.type, "text") for f in msgspec.structs.fields(Contract)},
+    **{
+        f.name: {bool: "bool", int: "int"}.get(f.type, "text")
+        for f in msgspec.structs.fields(Contract)
+    },
     "B": "int",
     "H": "int",
     "HV": "int",
@@ -73,9 +79,11 @@ NOTHING = "-"
 
 
 class Source(NamedTuple):
-    """One sweep. name: its config's, numbered where several runs share it. table: None where no cell has a choice.
+    """One sweep. name: its config's, numbered where several runs share it. table: None where no
+    cell has a choice.
 
-    defaults: what the default rule chose at a cell when it was timed, where the journal has it. regret: what the report was asked for.
+    defaults: what the default rule chose at a cell when it was timed, where the journal has it.
+        regret: what the report was asked for.
     """
 
     name: str
@@ -94,35 +102,48 @@ class Source(NamedTuple):
 
     @property
     def left(self) -> int:
-        """How many of the cells that the config asks for were not tried to the end; 0 where an older journal does not say."""
+        """How many of the cells that the config asks for were not tried to the end; 0 where an
+        older journal does not say.
+        """
         if self.run.cells is msgspec.UNSET:
             return 0
-        own = {r.problem for r in self.records if isinstance(r, Cell) and r.purpose is msgspec.UNSET}
+        own = {
+            r.problem for r in self.records if isinstance(r, Cell) and r.purpose is msgspec.UNSET
+        }
         return max(0, self.run.cells - len(own))
 
     @property
     def cells(self) -> int:
-        """How many cells were asked for: by the config, as far as the journal says, and those that the sweep added."""
+        """How many cells were asked for: by the config, as far as the journal says, and those that
+        the sweep added.
+        """
         closed = {r.problem for r in self.records if isinstance(r, Cell)}
         seen = {r.problem for r in self.records if isinstance(r, (Cell, Trial))}
         return max(len(seen), len(closed) + self.left)
 
 
 class Report:
-    """What was found. frame: one row a cell and implementation, with COLUMNS. sources: the sweeps it came from.
+    """What was found. frame: one row a cell and implementation, with COLUMNS. sources: the sweeps
+    it came from.
 
-    publications: what stands beside ours. baseline: what times are compared with too, by its name; see `baseline.add_baseline`.
+    publications: what stands beside ours. baseline: what times are compared with too, by its name;
+        see `baseline.add_baseline`.
     """
 
     def __init__(
-        self, sources: Sequence[Source], publications: Sequence[Published] = (), baseline: str | None = None
+        self,
+        sources: Sequence[Source],
+        publications: Sequence[Published] = (),
+        baseline: str | None = None,
     ) -> None:
         self.sources = tuple(sources)
         self.publications = tuple(publications)
         self.frame = frame(self.sources)
         self.baseline: Baseline | None = None
         if baseline is not None:
-            self.frame, self.baseline = add_baseline(self.frame, [s.name for s in self.sources], baseline)
+            self.frame, self.baseline = add_baseline(
+                self.frame, [s.name for s in self.sources], baseline
+            )
 
     @property
     def document(self) -> Document:
@@ -130,13 +151,21 @@ class Report:
         return self._document(Letters())
 
     def _document(self, letters: Letters) -> Document:
-        more = [s for p in self.publications for s in against.sections(self.sources, self.frame, p, self.baseline)]
+        more = [
+            s
+            for p in self.publications
+            for s in against.sections(self.sources, self.frame, p, self.baseline)
+        ]
         return document(self.sources, self.frame, letters, more, self.baseline)
 
     def peers(self) -> list[dict[str, Any]]:
-        """How our choices compare with each peer, as plain values: one a sweep and peer that was asked for."""
+        """How our choices compare with each peer, as plain values: one a sweep and peer that was
+        asked for.
+        """
         return [
-            summary for s in self.sources for summary in compared(self.frame[self.frame["run"] == s.name], s.records)
+            summary
+            for s in self.sources
+            for summary in compared(self.frame[self.frame["run"] == s.name], s.records)
         ]
 
     def markdown(self) -> str:
@@ -148,7 +177,9 @@ class Report:
         return self.frame.to_csv(index=False, lineterminator="\n")
 
     def html(self) -> str:
-        """The report as one file, with pictures and samples. Raises ToolMissing where matplotlib is not installed."""
+        """The report as one file, with pictures and samples. Raises ToolMissing where matplotlib is
+        not installed.
+        """
         letters = Letters()
         # First, since it fills in the letters.
         text = self._document(letters)
@@ -156,15 +187,21 @@ class Report:
         numbers: list[Fact] = []
         for source in self.sources:
             mine = self.frame[self.frame["run"] == source.name]
-            trials = [(problem, trial) for problem, found in _counted(source.records) for trial in found]
+            trials = [
+                (problem, trial) for problem, found in _counted(source.records) for trial in found
+            ]
             for base in bases(source):
                 its = [(p, t) for p, t in trials if p.contract.replace(tokens=1) == base]
                 default = functools.lru_cache(maxsize=None)(functools.partial(_default, source))
                 part, title = of_contract(mine, base), f"{source.name}: {base.key()}"
-                panels[source.name, base.key()] = panel(title, part, its, source.table, letters, default, self.baseline)
+                panels[source.name, base.key()] = panel(
+                    title, part, its, source.table, letters, default, self.baseline
+                )
             for p in self.publications:
                 panels[against.subject(source, p)] = against.panel(source, self.frame, p)
-            checks = Counter[str](r.status for r in source.records if isinstance(r, Check) and not is_theirs(r))
+            checks = Counter[str](
+                r.status for r in source.records if isinstance(r, Check) and not is_theirs(r)
+            )
             name = source.name if len(self.sources) > 1 else ""
             numbers += facts(name, mine, source.cells, checks, compared(mine, source.records))
         return html(text, numbers, panels)
@@ -182,13 +219,17 @@ def report(
     baseline: str | None = None,
     regret: float | None = None,
 ) -> Report:
-    """The report of sweeps' folders (or journals), in the order given, beside publications' figures, over a baseline.
+    """The report of sweeps' folders (or journals), in the order given, beside publications'
+    figures, over a baseline.
 
-    regret: the choices are those of `judge.replay` with it, instead of the folder's table or the sweep's own regret.
+    regret: the choices are those of `judge.replay` with it, instead of the folder's table or the
+        sweep's own regret.
     Raises JournalError for one that cannot be read, UnknownName for a baseline that is not in them.
     """
     if not folders:
-        raise JournalError("no sweep was named: accepted are one or more folders that `gdntune sweep` wrote")
+        raise JournalError(
+            "no sweep was named: accepted are one or more folders that `gdntune sweep` wrote"
+        )
     read = [(Path(folder), *journal.read(folder)) for folder in folders]
     names = _names([run for _, run, _ in read])
     sources = [_source(name, *one, regret) for name, one in zip(names, read, strict=True)]
@@ -196,12 +237,17 @@ def report(
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """A name for each run: its config's; where several share it, with the L2 policy, and numbered if that is shared too."""
+    """A name for each run: its config's; where several share it, with the L2 policy, and numbered
+    if that is shared too.
+    """
     configs = [run.config for run in runs]
     long = [
-        c if configs.count(c) == 1 else f"{c}, {run.policy.get('l2')}" for c, run in zip(configs, runs, strict=True)
+        c if configs.count(c) == 1 else f"{c}, {run.policy.get('l2')}"
+        for c, run in zip(configs, runs, strict=True)
     ]
-    return [n if long.count(n) == 1 else f"{n} ({long[: i + 1].count(n)})" for i, n in enumerate(long)]
+    return [
+        n if long.count(n) == 1 else f"{n} ({long[: i + 1].count(n)})" for i, n in enumerate(long)
+    ]
 
 
 def _source(name: str, path: Path, run: Run, records: list[Record], regret: float | None) -> Source:
@@ -215,7 +261,10 @@ def _source(name: str, path: Path, run: Run, records: list[Record], regret: floa
         # The sweep's own table: older journals do not hold the regret that its config allows.
         found = table.load(stored)
         if found.evidence.journal_sha256 != digest:
-            notes.append("`table.json` is not of this journal as it stands; the choices here were derived anew")
+            notes.append(
+                "`table.json` is not of this journal as it stands; the choices here were derived"
+                " anew"
+            )
             found = None
     if found is None:
         try:
@@ -234,7 +283,9 @@ def frame(sources: Sequence[Source]) -> "pd.DataFrame":
     for name, kind in COLUMNS.items():
         values = [row[name] for row in rows]
         if kind == "float":
-            columns[name] = pd.Series([float("nan") if v is None else v for v in values], dtype="float64")
+            columns[name] = pd.Series(
+                [float("nan") if v is None else v for v in values], dtype="float64"
+            )
         elif kind == "int":
             columns[name] = pd.Series(values, dtype="int64")
         else:
@@ -257,7 +308,9 @@ def _counted(records: Sequence[Record]) -> list[tuple[Problem, list[Trial]]]:
     for problem, trials in sorted(derive.passes(records).items()):
         last: dict[tuple[str, str], Trial] = {}
         for trial in trials:
-            last[trial.role, trial.variant.id] = _later(last.get((trial.role, trial.variant.id)), trial)
+            last[trial.role, trial.variant.id] = _later(
+                last.get((trial.role, trial.variant.id)), trial
+            )
         found.append((problem, list(last.values())))
     return found
 
@@ -266,7 +319,9 @@ def _later(one: Trial | None, other: Trial) -> Trial:
     """The trial that counts: a failed one, else the final one, else the later one."""
     if one is None:
         return other
-    if one.status != "ok" or (one.stage == "final" and other.stage == "screen" and other.status == "ok"):
+    if one.status != "ok" or (
+        one.stage == "final" and other.stage == "screen" and other.status == "ok"
+    ):
         return one
     return other
 
@@ -279,7 +334,9 @@ def _verified(records: Sequence[Record]) -> dict[tuple[Contract, str], str]:
     return found
 
 
-def _row(source: Source, trial: Trial, verified: Mapping[tuple[Contract, str], str]) -> dict[str, Any]:
+def _row(
+    source: Source, trial: Trial, verified: Mapping[tuple[Contract, str], str]
+) -> dict[str, Any]:
     run, problem = source.run, trial.problem
     moved = sol.floor_bytes(problem) if trial.role == "floor" else sol.bytes_moved(problem)
     # What a peer moves beyond what it must, by its adapter's word.
@@ -337,7 +394,9 @@ def _add_times(source: Source, trial: Trial, row: dict[str, Any]) -> None:
     if trial.role == "floor":
         return
     try:
-        row["bound"] = sol.classify(trial.problem, us, source.run.device, source.run.policy.get("l2", "cold-clean"))
+        row["bound"] = sol.classify(
+            trial.problem, us, source.run.device, source.run.policy.get("l2", "cold-clean")
+        )
     except MeasurementError as e:
         # More than the DRAM can do is no result, whatever it would do for the tables.
         row |= {"status": "impossible", "reason": str(e)[:500]}
@@ -359,7 +418,9 @@ def _relate(source: Source, problem: Problem, rows: list[dict[str, Any]]) -> Non
             # By means, as the choice is.
             speedup = round(defaults[0] / row["mean_us"], 4)
             row |= {"default_mean_us": defaults[0], "speedup_over_default": speedup}
-        row["chosen"] = row["role"] == "decode" and row["stage"] == "final" and row["variant"] == choice
+        row["chosen"] = (
+            row["role"] == "decode" and row["stage"] == "final" and row["variant"] == choice
+        )
     chosen_us = next((r["median_us"] for r in timed if r["chosen"]), None)
     for row in timed:
         if chosen_us and row["role"] != "floor":
@@ -375,7 +436,9 @@ def _choice(source: Source, problem: Problem) -> str | None:
 
 
 def _default(source: Source, problem: Problem) -> str | None:
-    """The variant of the default rule: as the journal has it, else as it is installed; None where there is none for the contract."""
+    """The variant of the default rule: as the journal has it, else as it is installed; None where
+    there is none for the contract.
+    """
     noted = source.defaults.get(problem)
     if noted is not None:
         return noted

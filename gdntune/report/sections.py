@@ -1,4 +1,6 @@
-"""What a report says: from sweeps and their frame to sections. Plain words first, then the tables, then how to get them again."""
+"""What a report says: from sweeps and their frame to sections. Plain words first, then the tables,
+then how to get them again.
+"""
 
 import math
 import re
@@ -37,25 +39,38 @@ if TYPE_CHECKING:
 
     from gdntune.report.report import Source
 
-# From so many sections of contracts on they are numbered, a table leads to them, and the terminal shows that alone after a sweep.
+# From so many sections of contracts on they are numbered, a table leads to them, and the terminal
+# shows that alone after a sweep.
 MANY = 4
 # Tables of B x T are split by T so that a line stays within document.WIDTH.
 TOKENS_A_TABLE = 8
 L2_POLICIES = {
-    "cold-clean": "before each call a buffer of at least twice the last-level cache is read, so the cache holds unmodified "
-    "lines of other data, as in a model whose other layers just ran",
-    "cold-dirty": "before each call a buffer larger than the last-level cache is zeroed, so its modified lines must be "
-    "written back while the call runs",
+    "cold-clean": (
+        "before each call a buffer of at least twice the last-level cache is read, so the cache"
+        " holds unmodified lines of other data, as in a model whose other layers just ran"
+    ),
+    "cold-dirty": (
+        "before each call a buffer larger than the last-level cache is zeroed, so its modified"
+        " lines must be written back while the call runs"
+    ),
     "rotate": "each call takes other slots of a pool much larger than the last-level cache",
     "warm": "nothing is done before a call: what fits into the last-level cache stays there",
-    "chain": "a time is what the call adds to a chain of layers in a CUDA graph, a layer (on a CPU: the clock around it there): "
-    "each layer has a pool of its own in shuffled slots, inputs written just before, a use of the output, and a read of weights",
+    "chain": (
+        "a time is what the call adds to a chain of layers in a CUDA graph, a layer (on a CPU: the"
+        " clock around it there): each layer has a pool of its own in shuffled slots, inputs"
+        " written just before, a use of the output, and a read of weights"
+    ),
 }
 TIMERS = {
-    "cupti": "CUPTI's kernel records, from the first kernel's start to the last one's end, in steps of 32 ns",
+    "cupti": (
+        "CUPTI's kernel records, from the first kernel's start to the last one's end, in steps of"
+        " 32 ns"
+    ),
     "events": "CUDA events around the call, launch gaps included, in steps of 0.5 us",
-    "graph": "a CUDA graph that holds the calls less one without them, over the calls: the gap between two kernels, and what the "
-    "next one waits for the call's writes, are included",
+    "graph": (
+        "a CUDA graph that holds the calls less one without them, over the calls: the gap between"
+        " two kernels, and what the next one waits for the call's writes, are included"
+    ),
     "cpu": "the host's clock around the call",
 }
 
@@ -67,7 +82,9 @@ def document(
     more: Sequence[Section] = (),
     baseline: Baseline | None = None,
 ) -> Document:
-    """The whole report. letters: filled with the variants that its tables name. more: sections after the contracts'."""
+    """The whole report. letters: filled with the variants that its tables name. more: sections
+    after the contracts'.
+    """
     chosen = frame[frame["chosen"]]
     sections = [Section("Summary", tuple(_summary(sources, frame, chosen, baseline)))]
     for source in sources:
@@ -78,7 +95,12 @@ def document(
             title = f"Workload of {source.name}" if len(sources) > 1 else "Workload"
             label = partial(peers.label, records=source.records)
             sections += workload.sections(
-                source.run.workload, bases(source), mine[mine["chosen"]], peers.rivals(mine), label, title
+                source.run.workload,
+                bases(source),
+                mine[mine["chosen"]],
+                peers.rivals(mine),
+                label,
+                title,
             )
     sections += _failures(sources)
     subjects = [(source, base) for source in sources for base in bases(source)]
@@ -87,14 +109,18 @@ def document(
         sections.append(Section("Contracts", tuple(_contents(subjects, chosen))))
     for i, (source, base) in enumerate(subjects, 1):
         words = contract_words(base)
-        title = f"{f'{i}. ' if numbered else ''}{f'{source.name}: ' if len(sources) > 1 else ''}{words}"
+        title = (
+            f"{f'{i}. ' if numbered else ''}{f'{source.name}: ' if len(sources) > 1 else ''}{words}"
+        )
         part = of_contract(chosen[chosen["run"] == source.name], base)
         others = of_contract(peers.rivals(frame[frame["run"] == source.name]), base)
         blocks = tuple(_contract_blocks(part, letters, others, baseline))
         sections.append(Section(title, blocks, detail=numbered, subject=(source.name, base.key())))
     sections += _differences(sources, chosen, letters)
     sections += more
-    sections.append(Section("How to read the tables", tuple(_reading(sources, chosen)), detail=True))
+    sections.append(
+        Section("How to read the tables", tuple(_reading(sources, chosen)), detail=True)
+    )
     for source in sources:
         title = f"Environment of {source.name}" if len(sources) > 1 else "Environment"
         sections.append(Section(title, tuple(_environment(source)), detail=True))
@@ -107,7 +133,10 @@ def document(
 
 
 def _summary(
-    sources: "Sequence[Source]", frame: "pd.DataFrame", chosen: "pd.DataFrame", baseline: Baseline | None
+    sources: "Sequence[Source]",
+    frame: "pd.DataFrame",
+    chosen: "pd.DataFrame",
+    baseline: Baseline | None,
 ) -> Iterator[Block]:
     for source in sources:
         device = source.run.device
@@ -116,8 +145,9 @@ def _summary(
         units = "threads" if device.kind == "cpu" else "SMs"
         policy = source.run.policy
         yield Text(
-            f"{prefix}{len(mine)} of {source.cells} cells (a contract at a B, H and HV) have {_choice_words(source)} on "
-            f"{device.name} ({device.arch}, {device.sm_count} {units}), timed by `{policy.get('timer')}` under `{policy.get('l2')}`."
+            f"{prefix}{len(mine)} of {source.cells} cells (a contract at a B, H and HV) have"
+            f" {_choice_words(source)} on {device.name} ({device.arch}, {device.sm_count} {units}),"
+            f" timed by `{policy.get('timer')}` under `{policy.get('l2')}`."
         )
         lines = [
             *_unfinished_lines(source),
@@ -132,27 +162,32 @@ def _summary(
         impossible = int(((frame["run"] == source.name) & (frame["status"] == "impossible")).sum())
         if impossible:
             lines.append(
-                f"{impossible} times were refused: they are faster than the DRAM's peak allows under this policy."
+                f"{impossible} times were refused: they are faster than the DRAM's peak allows"
+                " under this policy."
             )
         yield Bullets(tuple(lines))
 
 
 def _choice_words(source: "Source") -> str:
-    """What a cell has: of a sweep the variant that it chose, of a bench a time of what the runtime called, and whose word that was."""
+    """What a cell has: of a sweep the variant that it chose, of a bench a time of what the runtime
+    called, and whose word that was.
+    """
     if made_by(source.run) == "sweep":
         return "a tuned variant"
     called = [r for r in source.records if isinstance(r, Cell) and isinstance(r.choice, str)]
     usual = sum(r.choice == r.default_variant for r in called)
     if called and usual == len(called):
         return "a time of the default rule's choice"
-    return "a time of the table's choice" + (f" (at {usual} it is the default rule's)" if usual else "")
+    return "a time of the table's choice" + (
+        f" (at {usual} it is the default rule's)" if usual else ""
+    )
 
 
 def _unfinished_lines(source: "Source") -> Iterator[str]:
     if source.left and isinstance(source.run.cells, int):
         yield (
-            f"The {made_by(source.run)} was not finished: {source.run.cells - source.left} of {source.run.cells} cells are done. The "
-            "same command goes on with the others."
+            f"The {made_by(source.run)} was not finished: {source.run.cells - source.left} of"
+            f" {source.run.cells} cells are done. The same command goes on with the others."
         )
 
 
@@ -161,19 +196,24 @@ def _ratio_lines(mine: "pd.DataFrame") -> Iterator[str]:
     if len(over):
         worst = over.loc[over["over_floor"].idxmax()]
         yield (
-            f"Time over the floor (a kernel that only moves the same state bytes, same run): {geometric_mean(over['over_floor']):.3f} "
-            f"in the geometric mean, {worst['over_floor']:.3f} at worst ({cell_words(worst)})."
+            "Time over the floor (a kernel that only moves the same state bytes, same run):"
+            f" {geometric_mean(over['over_floor']):.3f} in the geometric mean,"
+            f" {worst['over_floor']:.3f} at worst ({cell_words(worst)})."
         )
     gain = mine[mine["speedup_over_default"].notna()]
     if len(gain):
         best = gain.loc[gain["speedup_over_default"].idxmax()]
         yield (
-            f"Against the kernels' default rule: {geometric_mean(gain['speedup_over_default']):.3f} times as fast in the geometric "
-            f"mean, {best['speedup_over_default']:.3f} at best ({cell_words(best)})."
+            f"Against the kernels' default rule: {geometric_mean(gain['speedup_over_default']):.3f}"
+            f" times as fast in the geometric mean, {best['speedup_over_default']:.3f} at best"
+            f" ({cell_words(best)})."
         )
     share = mine[mine["sol"].notna()]
     if len(share):
-        yield f"Share of the DRAM's peak: {share['sol'].median():.1%} in the median, {share['sol'].max():.1%} at most."
+        yield (
+            f"Share of the DRAM's peak: {share['sol'].median():.1%} in the median,"
+            f" {share['sol'].max():.1%} at most."
+        )
     if len(mine):
         yield f"Samples behind a chosen time: {mine['samples'].min()} at least."
 
@@ -188,9 +228,9 @@ def _baseline_lines(mine: "pd.DataFrame", baseline: Baseline | None) -> Iterator
         return
     worst = over.loc[over["speedup_over_baseline"].idxmin()]
     yield (
-        f"Against {baseline.label}: {geometric_mean(over['speedup_over_baseline']):.3f} times as fast in the geometric mean of "
-        f"{len(over)} cells, {worst['speedup_over_baseline']:.3f} at worst ({cell_words(worst)}); slower at "
-        f"{int((over['speedup_over_baseline'] < 1).sum())}."
+        f"Against {baseline.label}: {geometric_mean(over['speedup_over_baseline']):.3f} times as"
+        f" fast in the geometric mean of {len(over)} cells, {worst['speedup_over_baseline']:.3f} at"
+        f" worst ({cell_words(worst)}); slower at {int((over['speedup_over_baseline'] < 1).sum())}."
     )
 
 
@@ -202,7 +242,9 @@ def _choice_led(source: "Source") -> Iterator[bool]:
         if isinstance(r, Trial) and r.stage == "final" and r.status == "ok"
     }
     rules = {rule.when: rule for rule in source.table.rules} if source.table else {}
-    for problem in {r.problem: None for r in source.records if isinstance(r, Cell) and r.purpose == "held-out"}:
+    for problem in {
+        r.problem: None for r in source.records if isinstance(r, Cell) and r.purpose == "held-out"
+    }:
         rule = rules.get(problem.contract)
         if rule:
             yield (problem, rule.at(problem.work_units).variant) in finals
@@ -212,18 +254,29 @@ def _held_out_lines(source: "Source") -> Iterator[str]:
     """What the table loses between the cells that it was made from."""
     e = source.table.evidence if source.table else None
     if e is not None and e.held_out_cells and e.held_out_regret_max is not None:
-        mean = f"{e.held_out_regret_mean:.2%} on average, " if isinstance(e.held_out_regret_mean, float) else ""
+        mean = (
+            f"{e.held_out_regret_mean:.2%} on average, "
+            if isinstance(e.held_out_regret_mean, float)
+            else ""
+        )
         yield (
-            f"At {e.held_out_cells} held-out cells, which had no part in choosing, the table's choices lose {mean}"
-            f"{e.held_out_regret_max:.2%} at most to the best variant there."
+            f"At {e.held_out_cells} held-out cells, which had no part in choosing, the table's"
+            f" choices lose {mean}{e.held_out_regret_max:.2%} at most to the best variant there."
         )
         if unled := sum(not led for led in _choice_led(source)):
-            yield f"At {unled} of these the choice was no leader: it has the screen's samples alone, and no time in the tables below."
+            yield (
+                f"At {unled} of these the choice was no leader: it has the screen's samples alone,"
+                " and no time in the tables below."
+            )
 
 
 def _work_line(source: "Source") -> str:
     parts = []
-    for kind, what in ((Build, "objects compiled"), (Check, "checks against the fp64 reference"), (Trial, "timings")):
+    for kind, what in (
+        (Build, "objects compiled"),
+        (Check, "checks against the fp64 reference"),
+        (Trial, "timings"),
+    ):
         # A peer without a time has a line of its own.
         records = [r for r in source.records if isinstance(r, kind) and not peers.is_theirs(r)]
         failed = sum(r.status != "ok" for r in records)
@@ -241,7 +294,10 @@ def _failures(sources: "Sequence[Source]") -> list[Section]:
                 continue
             # The same fault names other numbers each time.
             reason = " ".join(r.reason.split()) or r.status
-            key = (f"{type(r).__name__.lower()}, {r.status}", re.sub(r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#", reason)[:200])
+            key = (
+                f"{type(r).__name__.lower()}, {r.status}",
+                re.sub(r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#", reason)[:200],
+            )
             counts[key] += 1
             example.setdefault(key, (_subject(r), reason))
     if not counts:
@@ -263,7 +319,9 @@ def _subject(record: Record) -> str:
 # -- contracts
 
 
-def _contents(subjects: "Sequence[tuple[Source, Contract]]", chosen: "pd.DataFrame") -> Iterator[Block]:
+def _contents(
+    subjects: "Sequence[tuple[Source, Contract]]", chosen: "pd.DataFrame"
+) -> Iterator[Block]:
     """A row a section of a contract, by its number: how many cells, how near to the floor."""
     rows, shades = [], []
     for i, (source, base) in enumerate(subjects, 1):
@@ -284,7 +342,10 @@ def _contents(subjects: "Sequence[tuple[Source, Contract]]", chosen: "pd.DataFra
         )
         shades.append((*(None,) * 7, sol))
     headers = ("#", "contract", "and", "T", "cells", "floor", "worst", "SOL %")
-    yield Text("Time over the floor, in the geometric mean and at worst; share of the DRAM's peak in the median.")
+    yield Text(
+        "Time over the floor, in the geometric mean and at worst; share of the DRAM's peak in the"
+        " median."
+    )
     links = tuple((source.name, base.key()) for source, base in subjects)
     yield Grid("", headers, tuple(rows), tuple(shades), left=4, subjects=links)
 
@@ -295,13 +356,19 @@ def _contract_blocks(
     if not len(chosen):
         yield Text("No cell of this contract has a checked variant with final samples.")
         return
-    cells = {(c["tokens"], c["work_units"], c["B"], c["HV"], c["H"]): c for _, c in chosen.iterrows()}
-    yield from _grids("Time, us (median of the chosen variant)", cells, lambda c: number(c["median_us"]))
+    cells = {
+        (c["tokens"], c["work_units"], c["B"], c["HV"], c["H"]): c for _, c in chosen.iterrows()
+    }
+    yield from _grids(
+        "Time, us (median of the chosen variant)", cells, lambda c: number(c["median_us"])
+    )
     yield from _grids("Share of the DRAM's peak, %", cells, _share)
     if chosen["over_floor"].notna().any():
         yield from _grids("Time over the floor", cells, lambda c: ratio(c["over_floor"]))
     if chosen["speedup_over_default"].notna().any():
-        yield from _grids("Speed-up over the default rule", cells, lambda c: ratio(c["speedup_over_default"]))
+        yield from _grids(
+            "Speed-up over the default rule", cells, lambda c: ratio(c["speedup_over_default"])
+        )
     for kernel in peers.names(others):
         theirs = {_cell_of(r): r for _, r in others[others["kernel"] == kernel].iterrows()}
 
@@ -310,18 +377,31 @@ def _contract_blocks(
             return MISSING if found is None else ratio(found["chosen_speedup"])
 
         yield from _grids(f"Speed-up over {kernel.removeprefix(peers.PREFIX)}", cells, gain)
-    if baseline is not None and not baseline.shown and chosen["speedup_over_baseline"].notna().any():
-        yield from _grids(f"Speed-up over {baseline.label}", cells, lambda c: ratio(c["speedup_over_baseline"]))
+    if (
+        baseline is not None
+        and not baseline.shown
+        and chosen["speedup_over_baseline"].notna().any()
+    ):
+        yield from _grids(
+            f"Speed-up over {baseline.label}", cells, lambda c: ratio(c["speedup_over_baseline"])
+        )
     yield from _grids("Which variant was chosen", cells, lambda c: letters[c["variant"]])
     counts = Counter(chosen["variant"])
     legend = sorted(counts, key=lambda name: (len(letters[name]), letters[name]))
-    yield Bullets(tuple(f"{letters[name]}: `{name}`, {counts[name]} cell{'s' * (counts[name] > 1)}" for name in legend))
+    yield Bullets(
+        tuple(
+            f"{letters[name]}: `{name}`, {counts[name]} cell{'s' * (counts[name] > 1)}"
+            for name in legend
+        )
+    )
 
 
 def _grids(
     caption: str, cells: dict[tuple[int, int, int, int, int], Any], show: Callable[[Any], str]
 ) -> Iterator[Grid]:
-    """Tables of B x T: a row a B and heads, at most TOKENS_A_TABLE columns of T. cells: by T, work units, B, HV and H."""
+    """Tables of B x T: a row a B and heads, at most TOKENS_A_TABLE columns of T. cells: by T, work
+    units, B, HV and H.
+    """
     tokens = sorted({t for t, *_ in cells})
     rows = sorted({key[1:] for key in cells})
     names = size_names([(B, HV, H) for _, B, HV, H in rows])
@@ -331,8 +411,19 @@ def _grids(
         for name, row in zip(names, rows, strict=True):
             found = [cells.get((t, *row)) for t in shown]
             lines.append((name, str(row[0]), *(MISSING if c is None else show(c) for c in found)))
-            shades.append((None, None, *(None if c is None or math.isnan(c["sol"]) else c["sol"] for c in found)))
-        yield Grid(caption, ("B x HV", "work units", *(f"T={t}" for t in shown)), tuple(lines), tuple(shades))
+            shades.append(
+                (
+                    None,
+                    None,
+                    *(None if c is None or math.isnan(c["sol"]) else c["sol"] for c in found),
+                )
+            )
+        yield Grid(
+            caption,
+            ("B x HV", "work units", *(f"T={t}" for t in shown)),
+            tuple(lines),
+            tuple(shades),
+        )
 
 
 def _share(cell: Any) -> str:
@@ -341,13 +432,18 @@ def _share(cell: Any) -> str:
     return f"{100 * cell['sol']:.1f}{bound_mark(cell['bound'])}"
 
 
-def _differences(sources: "Sequence[Source]", chosen: "pd.DataFrame", letters: "Letters") -> list[Section]:
+def _differences(
+    sources: "Sequence[Source]", chosen: "pd.DataFrame", letters: "Letters"
+) -> list[Section]:
     """Where two runs on one device, under different policies, choose differently."""
     sections = []
     for one, other in combinations(sources, 2):
         if one.run.device.name != other.run.device.name or one.run.policy == other.run.policy:
             continue
-        left, right = ({_cell_of(c): c for _, c in chosen[chosen["run"] == s.name].iterrows()} for s in (one, other))
+        left, right = (
+            {_cell_of(c): c for _, c in chosen[chosen["run"] == s.name].iterrows()}
+            for s in (one, other)
+        )
         shared = [key for key in left if key in right]
         apart = [key for key in shared if left[key]["variant"] != right[key]["variant"]]
         if not shared:
@@ -364,9 +460,14 @@ def _differences(sources: "Sequence[Source]", chosen: "pd.DataFrame", letters: "
             )
             for key in apart
         )
-        text = f"{one.name} and {other.name} share {len(shared)} cells and choose differently at {len(apart)}."
+        text = (
+            f"{one.name} and {other.name} share {len(shared)} cells and choose differently at"
+            f" {len(apart)}."
+        )
         grid = Grid("", ("contract", "B x HV", names[0], "us", names[1], "us"), rows, left=3)
-        sections.append(Section("Where the policies differ", (Text(text), *((grid,) if rows else ()))))
+        sections.append(
+            Section("Where the policies differ", (Text(text), *((grid,) if rows else ())))
+        )
     return sections
 
 
@@ -374,26 +475,38 @@ def _differences(sources: "Sequence[Source]", chosen: "pd.DataFrame", letters: "
 
 
 def _reading(sources: "Sequence[Source]", chosen: "pd.DataFrame") -> Iterator[Block]:
-    timers, policies = (dict.fromkeys(s.run.policy.get(key, "") for s in sources) for key in ("timer", "l2"))
+    timers, policies = (
+        dict.fromkeys(s.run.policy.get(key, "") for s in sources) for key in ("timer", "l2")
+    )
     lines = [f"Timer `{name}`: {TIMERS.get(name, 'unknown to this version')}." for name in timers]
-    lines += [f"L2 policy `{name}`: {L2_POLICIES.get(name, 'unknown to this version')}." for name in policies]
+    lines += [
+        f"L2 policy `{name}`: {L2_POLICIES.get(name, 'unknown to this version')}."
+        for name in policies
+    ]
     lines.append(
-        "The variants of a cell are timed interleaved, in mirrored order; the leaders again on fresh samples, and the choice is by "
-        "the means of those. Times within the larger of 1% and 32 ns are a tie."
+        "The variants of a cell are timed interleaved, in mirrored order; the leaders again on"
+        " fresh samples, and the choice is by the means of those. Times within the larger of 1% and"
+        " 32 ns are a tie."
     )
     lines.append(
-        "Share of the peak: bytes that must move (the state read, and written where it is kept; q, k, v, gates, output once) over "
-        "time, over the DRAM's peak. Marked `l`: latency-bound, fixed costs decide. Marked `c`: L2-assisted, writes may stay in "
-        "the cache, so more than 100% can be true."
+        "Share of the peak: bytes that must move (the state read, and written where it is kept; q,"
+        " k, v, gates, output once) over time, over the DRAM's peak. Marked `l`: latency-bound,"
+        " fixed costs decide. Marked `c`: L2-assisted, writes may stay in the cache, so more than"
+        " 100% can be true."
     )
     lines.append(
-        "Each variant agreed with an fp64 reference before it was timed. B is the batch, T the tokens of a call, HV the value heads."
+        "Each variant agreed with an fp64 reference before it was timed. B is the batch, T the"
+        " tokens of a call, HV the value heads."
     )
     if any(peers.is_theirs(r) for s in sources for r in s.records):
         lines.append(peers.READING)
     bounds = Counter(chosen["bound"])
     if bounds:
-        lines.append("Cells by bound: " + ", ".join(f"{n} {name}" for name, n in sorted(bounds.items())) + ".")
+        lines.append(
+            "Cells by bound: "
+            + ", ".join(f"{n} {name}" for name, n in sorted(bounds.items()))
+            + "."
+        )
     yield Bullets(tuple(lines))
 
 
@@ -407,7 +520,10 @@ def _environment(source: "Source") -> Iterator[Block]:
     rows = [
         ("device", f"{device.name}, {device.arch}"),
         ("threads" if device.kind == "cpu" else "SMs", str(device.sm_count)),
-        ("last-level cache" if device.kind == "cpu" else "L2", f"{device.l2_bytes / 2**20:.1f} MiB"),
+        (
+            "last-level cache" if device.kind == "cpu" else "L2",
+            f"{device.l2_bytes / 2**20:.1f} MiB",
+        ),
         ("memory", f"{device.memory_bytes / 2**30:.1f} GiB"),
         ("DRAM's peak", peak),
         *((f"peak, {name}", f"{value:.0f} GB/s") for name, value in sorted(run.peaks.items())),
@@ -424,12 +540,19 @@ def _environment(source: "Source") -> Iterator[Block]:
 
 
 def _reproduce(sources: "Sequence[Source]") -> Iterator[Block]:
-    commands = list(dict.fromkeys(s.run.command or f"gdntune sweep configs/{s.run.config}.yaml" for s in sources))
+    commands = list(
+        dict.fromkeys(
+            s.run.command or f"gdntune sweep configs/{s.run.config}.yaml" for s in sources
+        )
+    )
     yield Text(
-        "On the same device, with the versions above (a sweep in a folder that holds its journal goes on, so name a new one throughout):"
+        "On the same device, with the versions above (a sweep in a folder that holds its journal"
+        " goes on, so name a new one throughout):"
     )
     folders = " ".join(dict.fromkeys(map(_folder, sources)))
-    regret = "".join(f" --regret {r:g}" for r in dict.fromkeys(s.regret for s in sources) if r is not None)
+    regret = "".join(
+        f" --regret {r:g}" for r in dict.fromkeys(s.regret for s in sources) if r is not None
+    )
     yield Code("\n".join([*commands, f"gdntune report {folders}{regret} --format md"]))
 
 
@@ -438,14 +561,18 @@ def _folder(source: "Source") -> str:
     named = re.search(r"""--out[ =]((?:'[^']*'|"[^"]*"|[^\s'"])+)""", source.run.command)
     if named:
         return named[1]
-    return shlex.quote(f"results/{source.run.config}{'-bench' if made_by(source.run) == 'bench' else ''}")
+    return shlex.quote(
+        f"results/{source.run.config}{'-bench' if made_by(source.run) == 'bench' else ''}"
+    )
 
 
 # -- helpers
 
 
 class Letters(dict[str, str]):
-    """A short name for each variant, A, B, ... Z, AA, ..., in the order in which they are asked for; the same in all tables."""
+    """A short name for each variant, A, B, ... Z, AA, ..., in the order in which they are asked
+    for; the same in all tables.
+    """
 
     def __missing__(self, name: str) -> str:
         n, letters = len(self) + 1, ""
@@ -459,14 +586,17 @@ class Letters(dict[str, str]):
 def bases(source: "Source") -> list[Contract]:
     """A sweep's contracts without T, a section each: usual sizes and few unusual fields first.
 
-    Those of which a cell was tried, or a check failed: of what only passed its check there is nothing to say yet.
+    Those of which a cell was tried, or a check failed: of what only passed its check there is
+        nothing to say yet.
     """
     found = {r.problem.contract for r in source.records if isinstance(r, (Cell, Trial))}
     found |= {r.contract for r in source.records if isinstance(r, Check) and r.status != "ok"}
     plain = Contract()
 
     def order(c: Contract) -> tuple[Any, ...]:
-        unusual = sum(getattr(c, name) != getattr(plain, name) for name in Contract.__struct_fields__)
+        unusual = sum(
+            getattr(c, name) != getattr(plain, name) for name in Contract.__struct_fields__
+        )
         return c.op, (c.K, c.V) != (plain.K, plain.V), c.layout, unusual, c
 
     return sorted({c.replace(tokens=1) for c in found}, key=order)
@@ -494,4 +624,7 @@ def _clock_lines(source: "Source") -> Iterator[str]:
     if throttled := sum(arch.slowdown(*look) is not None for look in looks):
         yield f"{throttled} cells were timed while heat or power held the clocks down."
     if moved := sum(arch.shift(*look) is not None for look in looks):
-        yield f"{moved} cells were timed while a clock moved by more than {arch.SHIFT:.0%}, as at the limit of power."
+        yield (
+            f"{moved} cells were timed while a clock moved by more than {arch.SHIFT:.0%}, as at the"
+            " limit of power."
+        )

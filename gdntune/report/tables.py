@@ -13,25 +13,41 @@ def _mean_words(origin: Origin) -> str:
 
 
 def table_document(table: Table, source: str, stale: Sequence[str] = ()) -> Document:
-    """A table's origin, then each rule: its intervals, and what was measured in them. stale: kernels whose code is another now."""
+    """A table's origin, then each rule: its intervals, and what was measured in them. stale:
+    kernels whose code is another now.
+    """
     device, origin = table.device, table.evidence
     facts = [
         f"Device: {device.name} ({device.arch}).",
         f"Policy: {', '.join(f'{k} {v}' for k, v in sorted(table.policy.items()))}.",
-        f"From {origin.config}, {origin.started}: {origin.cells} cells, {origin.trials} trials, "
-        f"{sum(origin.failures.values())} failures; journal sha256 {origin.journal_sha256[:16]}.",
-        f"Regret at the measured cells: {origin.regret_max:.2%} at most, {origin.regret_mean:.2%} on average"
+        (
+            f"From {origin.config}, {origin.started}: {origin.cells} cells, {origin.trials} trials,"
+            f" {sum(origin.failures.values())} failures; journal sha256"
+            f" {origin.journal_sha256[:16]}."
+        ),
+        f"Regret at the measured cells: {origin.regret_max:.2%} at most, {origin.regret_mean:.2%}"
+        " on average"
         + (
-            f"; {origin.held_out_regret_max:.2%} at most{_mean_words(origin)} at {origin.held_out_cells} held-out cells."
+            f"; {origin.held_out_regret_max:.2%} at most{_mean_words(origin)} at"
+            f" {origin.held_out_cells} held-out cells."
             if origin.held_out_regret_max is not None
             else "."
         ),
         f"Software: {', '.join(f'{k} {v}' for k, v in sorted(table.software.items()))}.",
     ]
     if stale:
-        facts.append(f"STALE: {', '.join(stale)} is installed with other code than was measured; sweep again.")
+        facts.append(
+            f"STALE: {', '.join(stale)} is installed with other code than was measured; sweep"
+            " again."
+        )
     sections = [
-        Section("Summary", (Text(f"{len(table.rules)} rules, {len(table.variants)} variants."), Bullets(tuple(facts))))
+        Section(
+            "Summary",
+            (
+                Text(f"{len(table.rules)} rules, {len(table.variants)} variants."),
+                Bullets(tuple(facts)),
+            ),
+        )
     ]
     sections += [Section(_title(rule), _rule(rule)) for rule in table.rules]
     return Document(source, tuple(sections))
@@ -53,7 +69,15 @@ def _rule(rule: Rule) -> tuple[Block, ...]:
             floor = MISSING if e.floor_us is None else ratio(e.time_us / e.floor_us)
             share = MISSING if e.sol is None else f"{100 * e.sol:.1f}"
             rows.append(
-                (span, interval.variant, str(e.work_units), number(e.time_us), floor, share, f"{100 * e.regret:.1f}")
+                (
+                    span,
+                    interval.variant,
+                    str(e.work_units),
+                    number(e.time_us),
+                    floor,
+                    share,
+                    f"{100 * e.regret:.1f}",
+                )
             )
             shades.append((None, None, None, *(e.sol,) * 3, None))
             # said once an interval
@@ -63,4 +87,6 @@ def _rule(rule: Rule) -> tuple[Block, ...]:
 
 
 def _span(interval: Interval) -> str:
-    return f"{interval.first} on" if interval.last is None else f"{interval.first} to {interval.last}"
+    return (
+        f"{interval.first} on" if interval.last is None else f"{interval.first} to {interval.last}"
+    )

@@ -20,10 +20,13 @@ def shade(share: float | None) -> str:
     return "" if share is None else next((colour for least, colour in SHADES if share >= least), "")
 
 
-def print_document(document: Document, console: Console, *, details: bool = False, folds: bool = True) -> None:
+def print_document(
+    document: Document, console: Console, *, details: bool = False, folds: bool = True
+) -> None:
     """Prints a document; its detail sections only where `details` asks for them.
 
-    folds: whether words of a table go on in the next line where the console has no room. Where not, an id is found and copied whole.
+    folds: whether words of a table go on in the next line where the console has no room. Where not,
+        an id is found and copied whole.
     """
     width = console.width
     console.print(Styled(document.title, "bold"))
@@ -43,13 +46,16 @@ def print_document(document: Document, console: Console, *, details: bool = Fals
                 if block.caption:
                     console.print(Styled(block.caption, "italic"))
                 table, least = _table(block, folds)
-                # a console gives no print more than its own width, and a table without room loses columns
+                # a console gives no print more than its own width, and a table without room loses
+                # columns
                 console.width = max(least, width)
                 console.print(table, crop=False)
                 console.width = width
                 console.print()
     coloured = console.color_system is not None and not console.no_color
-    if coloured and any(g.shades for s in document.sections for g in s.blocks if isinstance(g, Grid)):
+    if coloured and any(
+        g.shades for s in document.sections for g in s.blocks if isinstance(g, Grid)
+    ):
         console.print()
         console.print(_legend())
 
@@ -59,7 +65,9 @@ def _plain(text: str) -> Styled:
 
 
 def _table(grid: Grid, folds: bool) -> tuple[Table, int]:
-    """A grid, and the columns of text that it needs: words go on in the next line where there is no room, or not, numbers are never cut."""
+    """A grid, and the columns of text that it needs: words go on in the next line where there is no
+    room, or not, numbers are never cut.
+    """
     table = Table(box=None, pad_edge=False)
     widths = [max(map(len, column)) for column in zip(grid.headers, *grid.rows, strict=True)]
     least = [min(w, FOLDED) if folds and i < grid.left else w for i, w in enumerate(widths)]
@@ -70,7 +78,9 @@ def _table(grid: Grid, folds: bool) -> tuple[Table, int]:
             table.add_column(Styled(header), justify="right", no_wrap=True, min_width=least[i])
     for i, row in enumerate(grid.rows):
         shades = grid.shades[i] if grid.shades else (None,) * len(row)
-        table.add_row(*(Styled(cell.replace("`", ""), shade(s)) for cell, s in zip(row, shades, strict=True)))
+        table.add_row(
+            *(Styled(cell.replace("`", ""), shade(s)) for cell, s in zip(row, shades, strict=True))
+        )
     return table, sum(least) + 2 * (len(least) - 1)
 
 

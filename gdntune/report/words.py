@@ -13,8 +13,12 @@ MISSING = "-"
 def contract_words(c: Contract) -> str:
     """A contract without T, as a heading says it."""
     said = ("op", "tokens", "state_dtype", "input_dtype", "mode")
-    rest = [part for part in c.key().split(".") if "=" in part and part.partition("=")[0] not in said]
-    return ", ".join([c.op, f"{c.state_dtype} state", f"{c.input_dtype} input", f"mode {c.mode}", *rest])
+    rest = [
+        part for part in c.key().split(".") if "=" in part and part.partition("=")[0] not in said
+    ]
+    return ", ".join(
+        [c.op, f"{c.state_dtype} state", f"{c.input_dtype} input", f"mode {c.mode}", *rest]
+    )
 
 
 def contract_form(c: Contract) -> str:
@@ -41,7 +45,9 @@ def contract_rest(c: Contract) -> str:
         "ragged": "ragged",
         "accepted": "accepted",
     }
-    return ", ".join(words for name, words in said.items() if getattr(c, name) != getattr(usual, name))
+    return ", ".join(
+        words for name, words in said.items() if getattr(c, name) != getattr(usual, name)
+    )
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -57,7 +63,15 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def number(us: float) -> str:
     """A time in four digits."""
-    return MISSING if math.isnan(us) else f"{us:.2f}" if us < 100 else f"{us:.1f}" if us < 1000 else f"{us:.0f}"
+    return (
+        MISSING
+        if math.isnan(us)
+        else f"{us:.2f}"
+        if us < 100
+        else f"{us:.1f}"
+        if us < 1000
+        else f"{us:.0f}"
+    )
 
 
 def size_names(sizes: Sequence[tuple[int, int, int]]) -> list[str]:
@@ -72,7 +86,9 @@ def ratio(value: float) -> str:
 
 
 def bound_mark(bound: str) -> str:
-    """What stands after a share: ` l` where fixed costs decide, ` c` where the cache may have helped."""
+    """What stands after a share: ` l` where fixed costs decide, ` c` where the cache may have
+    helped.
+    """
     return {"latency-bound": " l", "L2-assisted": " c"}.get(bound, "  ")
 
 
@@ -85,7 +101,9 @@ def geometric_mean(values: Iterable[float]) -> float:
 def contract_short(cell: Any) -> str:
     """The contract of a frame's row, with what is usual left out."""
     extra = (
-        "" if cell["mode"] == "update" and cell["intermediate"] == "none" else f" {cell['mode']} {cell['intermediate']}"
+        ""
+        if cell["mode"] == "update" and cell["intermediate"] == "none"
+        else f" {cell['mode']} {cell['intermediate']}"
     )
     return f"{cell['op']} T={cell['tokens']} {cell['state_dtype']}{extra}"
 

@@ -1,4 +1,6 @@
-"""What a report says of a workload: the time that the choices save in a step, for each contract and number of heads."""
+"""What a report says of a workload: the time that the choices save in a step, for each contract and
+number of heads.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -26,7 +28,8 @@ def sections(
 ) -> Iterator[Section]:
     """The section of a run with a workload.
 
-    contracts: the run's, without T. chosen: the rows of its choices. rivals: those of the fastest entry of each peer at each cell.
+    contracts: the run's, without T. chosen: the rows of its choices. rivals: those of the fastest
+        entry of each peer at each cell.
     label: a peer's name, by its kernel.
     """
     rows = tuple(_rows(loads, contracts, chosen, rivals, label))
@@ -35,18 +38,27 @@ def sections(
         return
     total = sum(load.weight for load in loads)
     tokens = sorted({load.tokens for load in loads})
-    parts = [f"{sum(x.weight for x in loads if x.tokens == t) / total:.0%} of the steps have T={t}" for t in tokens]
+    parts = [
+        f"{sum(x.weight for x in loads if x.tokens == t) / total:.0%} of the steps have T={t}"
+        for t in tokens
+    ]
     yield Section(
         title,
         (
             Text(
-                "Microseconds that the table's choices save in a step, for each layer: means over the workload's steps, with times "
-                "between two measured cells on a straight line."
+                "Microseconds that the table's choices save in a step, for each layer: means over"
+                " the workload's steps, with times between two measured cells on a straight line."
             ),
             Bullets(
                 (
-                    f"{'; '.join(parts)}; batch sizes from {min(x.batch for x in loads)} to {max(x.batch for x in loads)}",
-                    "steps %: the steps that lie between measured cells of both; the others are left out",
+                    (
+                        f"{'; '.join(parts)}; batch sizes from {min(x.batch for x in loads)} to"
+                        f" {max(x.batch for x in loads)}"
+                    ),
+                    (
+                        "steps %: the steps that lie between measured cells of both; the others are"
+                        " left out"
+                    ),
                 )
             ),
             Grid("", HEADERS, rows, left=2),
@@ -88,7 +100,9 @@ def _of(frame: "pd.DataFrame", base: "Contract") -> "pd.DataFrame":
 
 
 def _times(frame: "pd.DataFrame", column: str, HV: int) -> dict[int, dict[int, float]]:
-    """Times by tokens and work units; of several cells of equal work units that with HV heads, else with the most."""
+    """Times by tokens and work units; of several cells of equal work units that with HV heads, else
+    with the most.
+    """
     found: dict[int, dict[int, float]] = {}
     ordered = frame.sort_values(["HV", "H"])
     for rows in (ordered[ordered["HV"] != HV], ordered[ordered["HV"] == HV]):

@@ -1,4 +1,6 @@
-"""What every time of a report is compared with, by a name: the default rule, a run, a peer or one of its entries, a variant."""
+"""What every time of a report is compared with, by a name: the default rule, a run, a peer or one
+of its entries, a variant.
+"""
 
 import difflib
 from collections.abc import Sequence
@@ -17,18 +19,25 @@ _NEAR = 3
 
 
 class Baseline(NamedTuple):
-    """A baseline as asked for. label: as tables say it. shown: whether a report has its tables anyway."""
+    """A baseline as asked for. label: as tables say it. shown: whether a report has its tables
+    anyway.
+    """
 
     name: str
     label: str
     shown: bool
 
 
-def add_baseline(frame: "pd.DataFrame", runs: Sequence[str], name: str) -> tuple["pd.DataFrame", Baseline]:
-    """The frame with the columns `baseline`, `baseline_us` and `speedup_over_baseline`, and what the baseline is.
+def add_baseline(
+    frame: "pd.DataFrame", runs: Sequence[str], name: str
+) -> tuple["pd.DataFrame", Baseline]:
+    """The frame with the columns `baseline`, `baseline_us` and `speedup_over_baseline`, and what
+    the baseline is.
 
-    Cells are compared where contract, B, H and HV agree: within a run, but for a run as baseline, whose choices count. Speed-ups are of
-    medians, of the last stage that each reached; those over the default rule of means, as in `speedup_over_default`. Raises
+    Cells are compared where contract, B, H and HV agree: within a run, but for a run as baseline,
+        whose choices count. Speed-ups are of
+    medians, of the last stage that each reached; those over the default rule of means, as in
+    `speedup_over_default`. Raises
     UnknownName for what is not in the frame.
     """
     found = _found(frame, runs, name)
@@ -50,7 +59,9 @@ def add_baseline(frame: "pd.DataFrame", runs: Sequence[str], name: str) -> tuple
     times = best.to_dict()
     made["baseline_us"] = [float(times.get(cell, float("nan"))) for cell in cells]
     comparable = (frame["role"] != "floor") & (frame["status"] == "ok")
-    made["speedup_over_baseline"] = (made["baseline_us"] / frame["median_us"]).where(comparable).round(4)
+    made["speedup_over_baseline"] = (
+        (made["baseline_us"] / frame["median_us"]).where(comparable).round(4)
+    )
     return made, found
 
 
@@ -68,8 +79,10 @@ def _found(frame: "pd.DataFrame", runs: Sequence[str], name: str) -> Baseline:
         return Baseline(name, name, False)
     near = difflib.get_close_matches(name, [*runs, *peers, *variants], _NEAR, 0.5)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    others = f"{len(variants)} variants and entries of peers by their ids" if variants else "no variants"
+    others = (
+        f"{len(variants)} variants and entries of peers by their ids" if variants else "no variants"
+    )
     raise UnknownName(
-        f"baseline {name!r}: nothing here is called so; accepted are default, the runs {listed(runs)}, "
-        f"{f'the peers {listed(peers)}' if peers else 'no peers'}, {others}{hint}"
+        f"baseline {name!r}: nothing here is called so; accepted are default, the runs"
+        f" {listed(runs)}, {f'the peers {listed(peers)}' if peers else 'no peers'}, {others}{hint}"
     )

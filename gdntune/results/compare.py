@@ -1,4 +1,6 @@
-"""Two journals, cell by cell: FASTER, SLOWER, SAME or UNCLEAR, by bootstrap intervals of the ratio of means. Needs no device."""
+"""Two journals, cell by cell: FASTER, SLOWER, SAME or UNCLEAR, by bootstrap intervals of the ratio
+of means. Needs no device.
+"""
 
 import difflib
 import math
@@ -22,8 +24,10 @@ from gdntune.timing import CUPTI_STEP_US, TIE_SHARE
 
 Verdict = Literal["FASTER", "SLOWER", "SAME", "UNCLEAR"]
 
-# Of equal kernels hardly a cell of 320 is SLOWER by chance: the whole interval must be beyond the tie, and half of an
-# interval is 0.4% at 200 samples (median of an H100's cells; 1.7% in the noisiest, which are UNCLEAR).
+# Of equal kernels hardly a cell of 320 is SLOWER by chance: the whole interval must be beyond the
+# tie, and half of an
+# interval is 0.4% at 200 samples (median of an H100's cells; 1.7% in the noisiest, which are
+# UNCLEAR).
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 SEED = 20261128
@@ -35,7 +39,9 @@ LISTED = 20
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """B against A at a cell. ratio: B's mean over A's, with its interval low to high; None where a side has too few samples."""
+    """B against A at a cell. ratio: B's mean over A's, with its interval low to high; None where a
+    side has too few samples.
+    """
 
     contract: str
     work_units: int
@@ -69,33 +75,49 @@ class Interval(NamedTuple):
     high: float
 
 
-def compare(a: str | os.PathLike[str], b: str | os.PathLike[str], variant: str = CHOSEN) -> Comparison:
+def compare(
+    a: str | os.PathLike[str], b: str | os.PathLike[str], variant: str = CHOSEN
+) -> Comparison:
     """Journal `b` against journal `a`, each given by file or folder.
 
-    variant: an id, timed in both; or `chosen`: at each cell what the table of either journal names there.
-    The intervals are of the samples within a run: what two runs differ in as a whole (clocks, addresses) is not in them.
-    Raises JournalError where the timing policies differ, UnsupportedProblem where no cell is in both, UnknownName for a variant
+    variant: an id, timed in both; or `chosen`: at each cell what the table of either journal names
+        there.
+    The intervals are of the samples within a run: what two runs differ in as a whole (clocks,
+        addresses) is not in them.
+    Raises JournalError where the timing policies differ, UnsupportedProblem where no cell is in
+    both, UnknownName for a variant
     that neither timed.
     """
     mine, theirs = _Side.read(a), _Side.read(b)
     if mine.run.policy != theirs.run.policy:
-        one, other = (", ".join(f"{k} {v}" for k, v in sorted(s.run.policy.items())) for s in (mine, theirs))
+        one, other = (
+            ", ".join(f"{k} {v}" for k, v in sorted(s.run.policy.items())) for s in (mine, theirs)
+        )
         raise JournalError(
-            f"{a} ({one}), {b} ({other}): times under two policies are not compared; time both under one"
+            f"{a} ({one}), {b} ({other}): times under two policies are not compared; time both"
+            " under one"
         )
     if variant != CHOSEN:
-        timed = {name for side in (mine, theirs) for cell in side.cells.values() for name in cell.finals}
+        timed = {
+            name for side in (mine, theirs) for cell in side.cells.values() for name in cell.finals
+        }
         if variant not in timed:
             names = sorted(timed)
-            shown = names if len(names) <= LISTED else difflib.get_close_matches(variant, names, n=LISTED, cutoff=0)
+            shown = (
+                names
+                if len(names) <= LISTED
+                else difflib.get_close_matches(variant, names, n=LISTED, cutoff=0)
+            )
             raise UnknownName(
-                f"variant {variant!r}{strict.near(variant, names)}: accepted are {CHOSEN} and one of the {len(names)} timed to the end: "
-                f"{listed(shown)}{' and others less like it' if len(names) > LISTED else ''}"
+                f"variant {variant!r}{strict.near(variant, names)}: accepted are {CHOSEN} and one"
+                f" of the {len(names)} timed to the end:"
+                f" {listed(shown)}{' and others less like it' if len(names) > LISTED else ''}"
             )
     common = sorted(mine.cells.keys() & theirs.cells.keys())
     if not common:
         raise UnsupportedProblem(
-            f"{a} and {b} have no cell in common: a cell is a contract at some work units; sweep the same config twice"
+            f"{a} and {b} have no cell in common: a cell is a contract at some work units; sweep"
+            " the same config twice"
         )
     cells = tuple(_compared(key, mine, theirs, variant) for key in common)
     counts = Counter(c.verdict for c in cells)
@@ -110,10 +132,12 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str], variant: str =
 
 
 def ratio_of_means(a: Sequence[float], b: Sequence[float], seed: str) -> Interval:
-    """B's mean over A's, with the percentile interval of a circular block bootstrap of each; the same seed gives the same bounds.
+    """B's mean over A's, with the percentile interval of a circular block bootstrap of each; the
+    same seed gives the same bounds.
 
-    Blocks, since neighbouring rounds are alike (on an H100 up to 0.3 of the variance), of an even length, since the order of calls
-    is mirrored every other round. Equal samples are one measurement, drawn from once: against itself its ratio is 1, with no width.
+    Blocks, since neighbouring rounds are alike (on an H100 up to 0.3 of the variance), of an even
+    length, since the order of calls is mirrored every other round. Equal samples are one
+    measurement, drawn from once: against itself its ratio is 1, with no width.
     """
     chance = random.Random(f"{SEED}.{seed}")
     means = _resampled_means(a, chance)
@@ -134,7 +158,8 @@ def _resampled_means(samples: Sequence[float], chance: random.Random) -> list[fl
 
 
 def verdict(a_us: float, interval: Interval) -> Verdict:
-    """What an interval says: SAME where all of it is within a tie, FASTER or SLOWER where all of it is beyond, else UNCLEAR.
+    """What an interval says: SAME where all of it is within a tie, FASTER or SLOWER where all of it
+    is beyond, else UNCLEAR.
 
     The tie is `timing.tie`'s: within the larger of 1% of the lesser mean and 32 ns.
     """
@@ -159,7 +184,9 @@ class _Side(NamedTuple):
     def read(cls, path: str | os.PathLike[str]) -> "_Side":
         run, records = journal.read(path)
         cells = {
-            (c, cell.work_units): cell for c, timed in by_work_units(timed_cells(records)).items() for cell in timed
+            (c, cell.work_units): cell
+            for c, timed in by_work_units(timed_cells(records)).items()
+            for cell in timed
         }
         rules = {rule.when: rule for rule in derive(records, run).rules}
         return cls(run, cells, {(c, w): rules[c].at(w).variant for c, w in cells if c in rules})
@@ -168,7 +195,9 @@ class _Side(NamedTuple):
 def _compared(key: tuple[Contract, int], mine: _Side, theirs: _Side, variant: str) -> Compared:
     contract, work_units = key
     names = [side.chosen.get(key, "") if variant == CHOSEN else variant for side in (mine, theirs)]
-    finals = [side.cells[key].finals.get(name) for side, name in zip((mine, theirs), names, strict=True)]
+    finals = [
+        side.cells[key].finals.get(name) for side, name in zip((mine, theirs), names, strict=True)
+    ]
     means = [None if f is None else round(f.stats.mean_us, 3) for f in finals]
     reason = _too_few(finals)
     interval: Interval | None = None
@@ -178,7 +207,19 @@ def _compared(key: tuple[Contract, int], mine: _Side, theirs: _Side, variant: st
         interval = ratio_of_means(first.samples, second.samples, f"{contract.key()}.{work_units}")
         said = verdict(first.stats.mean_us, interval)
     ratio, low, high = (None, None, None) if interval is None else (round(x, 5) for x in interval)
-    return Compared(contract.key(), work_units, said, names[0], names[1], means[0], means[1], ratio, low, high, reason)
+    return Compared(
+        contract.key(),
+        work_units,
+        said,
+        names[0],
+        names[1],
+        means[0],
+        means[1],
+        ratio,
+        low,
+        high,
+        reason,
+    )
 
 
 def _too_few(finals: Sequence[Final | None]) -> str:
@@ -195,11 +236,20 @@ def _notes(a: Run, b: Run) -> list[str]:
     notes = []
     if a.device.name != b.device.name:
         notes.append(f"A ran on {a.device.name}, B on {b.device.name}")
-    if changed := sorted(k for k in a.kernels.keys() | b.kernels.keys() if a.kernels.get(k) != b.kernels.get(k)):
+    if changed := sorted(
+        k for k in a.kernels.keys() | b.kernels.keys() if a.kernels.get(k) != b.kernels.get(k)
+    ):
         notes.append(f"the code of {', '.join(changed)} differs")
-    versions = sorted(k for k in a.software.keys() | b.software.keys() if a.software.get(k) != b.software.get(k))
+    versions = sorted(
+        k for k in a.software.keys() | b.software.keys() if a.software.get(k) != b.software.get(k)
+    )
     if versions:
-        notes.append("; ".join(f"{k}: {a.software.get(k, 'none')}, then {b.software.get(k, 'none')}" for k in versions))
+        notes.append(
+            "; ".join(
+                f"{k}: {a.software.get(k, 'none')}, then {b.software.get(k, 'none')}"
+                for k in versions
+            )
+        )
     return notes
 
 
@@ -208,8 +258,11 @@ def comparison_document(found: Comparison, title: str) -> Document:
     counts = ", ".join(f"{n} {name}" for name, n in found.counts.items())
     notes = [
         f"{len(found.cells)} cells: {counts}",
-        f"{CONFIDENCE:.0%} bootstrap intervals of B's mean over A's; SAME: within the larger of {TIE_SHARE:.0%} and "
-        f"{1e3 * CUPTI_STEP_US:.0f} ns; FASTER, SLOWER: all of the interval beyond that; UNCLEAR: neither",
+        (
+            f"{CONFIDENCE:.0%} bootstrap intervals of B's mean over A's; SAME: within the larger of"
+            f" {TIE_SHARE:.0%} and {1e3 * CUPTI_STEP_US:.0f} ns; FASTER, SLOWER: all of the"
+            " interval beyond that; UNCLEAR: neither"
+        ),
         *found.notes,
     ]
     if found.only_a or found.only_b:
@@ -242,5 +295,15 @@ def _grid(cells: Sequence[Compared]) -> Grid:
         )
         for c in cells
     )
-    headers = ("contract", "variant", "verdict", "work units", "A us", "B us", "ratio", "low", "high")
+    headers = (
+        "contract",
+        "variant",
+        "verdict",
+        "work units",
+        "A us",
+        "B us",
+        "ratio",
+        "low",
+        "high",
+    )
     return Grid("", headers, rows, left=3)

@@ -1,4 +1,6 @@
-"""From journals to a table: which variant for which work units. A pure function of the records, in any order of the cells."""
+"""From journals to a table: which variant for which work units. A pure function of the records, in
+any order of the cells.
+"""
 
 import math
 import statistics
@@ -17,7 +19,8 @@ from gdntune.problem import Contract, Problem
 from gdntune.results.table import Evidence, Interval, Origin, Rule, Table, TableVariant
 from gdntune.timing import CUPTI_STEP_US, TIE_SHARE, Stats, summary, tie
 
-# States kept a cell in the search for the fewest variants. Real sweeps need tens; of more, only the best are followed.
+# States kept a cell in the search for the fewest variants. Real sweeps need tens; of more, only the
+# best are followed.
 _BEAM = 1000
 
 # The id of the variant that the default rule names for a contract at some work units.
@@ -35,21 +38,27 @@ def derive(
 ) -> Table:
     """The table of a sweep's records. With the header's own settings it is the sweep's.
 
-    A variant may be chosen at a cell where its contract has a passed check and no failed one, it never crashed or hung at this
-    contract, it has final samples at the cell, and their mean is within the larger of `regret` and the clock's step of the best such
-    mean; the step is 32 ns at a regret of 1%, and less in proportion below it, since means resolve more.
-    Of all such choices the one with the fewest intervals is taken, then the fewest variants, then the least regret, then the
-    simplest variants (those that the cells' trials name first). Between two cells that differ lies the boundary of `_last_unit`.
-    Cells of `held_out`, and those that the journal marks as such, have no part in that; what the table loses there is in its evidence.
+    A variant may be chosen at a cell where its contract has a passed check and no failed one, it
+    never crashed or hung at this contract, it has final samples at the cell, and their mean is
+    within the larger of `regret` and the clock's step of the best such mean; the step is 32 ns at a
+    regret of 1%, and less in proportion below it, since means resolve more. Of all such choices the
+    one with the fewest intervals is taken, then the fewest variants, then the least regret, then
+    the simplest variants (those that the cells' trials name first). Between two cells that differ
+    lies the boundary of `_last_unit`. Cells of `held_out`, and those that the journal marks as
+    such, have no part in that; what the table loses there is in its evidence.
 
     regret: by default the header's, else 1%.
-    default: the default rule, whose variant is replaced only beyond a tie: of choices with equally few intervals and variants the
-    one is taken that leaves it at the fewest of the cells where its mean ties with the best. It comes after the intervals, since the
-    rule has steps of its own, and a table that followed each of its ties would be cut at all of them. By default what the rule chose
+    default: the default rule, whose variant is replaced only beyond a tie: of choices with equally
+        few intervals and variants the
+    one is taken that leaves it at the fewest of the cells where its mean ties with the best. It
+    comes after the intervals, since the
+    rule has steps of its own, and a table that followed each of its ties would be cut at all of
+    them. By default what the rule chose
     when the cells were timed, where the header says that this counts.
     A cell that names a choice made beforehand, a bench's, has that variant alone.
     admits: by a variant's id; the others count as never timed, also where a cell's best is sought.
-    Raises JournalError where no cell has such a variant, MeasurementError for a time that cannot be true.
+    Raises JournalError where no cell has such a variant, MeasurementError for a time that cannot be
+    true.
     """
     if regret is None:
         regret = TIE_SHARE if run.regret is msgspec.UNSET else run.regret
@@ -61,17 +70,22 @@ def derive(
     by_contract = by_work_units(c for c in timed if c.problem not in held_out)
     if not by_contract:
         raise JournalError(
-            f"no cell has a checked variant with final samples: {_failures_in_words(records)}; see their reasons in the journal"
+            f"no cell has a checked variant with final samples: {_failures_in_words(records)}; see"
+            " their reasons in the journal"
         )
 
     rules: list[Rule] = []
     variants: dict[str, Variant] = {}
     for contract, cells in sorted(by_contract.items()):
         rank = _ranks(cells)
-        kept = [default and _kept_default(cell, default(contract, cell.work_units)) for cell in cells]
+        kept = [
+            default and _kept_default(cell, default(contract, cell.work_units)) for cell in cells
+        ]
         choice = choose([_acceptable(cell, regret) for cell in cells], rank, kept)
         rules.append(Rule(contract, _intervals(cells, choice, run, regret)))
-        variants |= {name: cell.finals[name].variant for cell, name in zip(cells, choice, strict=True)}
+        variants |= {
+            name: cell.finals[name].variant for cell, name in zip(cells, choice, strict=True)
+        }
 
     losses = [e.regret for rule in rules for interval in rule.intervals for e in interval.evidence]
     held = _held_out_regrets(rules, judged)
@@ -79,7 +93,10 @@ def derive(
         schema="gdntune.table/1",
         device=run.device,
         software=run.software,
-        kernels={name: run.kernels.get(name, "") for name in sorted({v.kernel for v in variants.values()})},
+        kernels={
+            name: run.kernels.get(name, "")
+            for name in sorted({v.kernel for v in variants.values()})
+        },
         policy=run.policy,
         evidence=Origin(
             journal_sha256=digest(run, records),
@@ -100,13 +117,19 @@ def derive(
     )
 
 
-def marked(records: Iterable[Record], purpose: Literal["bisection", "held-out"] = "held-out") -> list[Problem]:
+def marked(
+    records: Iterable[Record], purpose: Literal["bisection", "held-out"] = "held-out"
+) -> list[Problem]:
     """The problems that a journal's cells mark as timed for a purpose, each once."""
-    return list(dict.fromkeys(r.problem for r in records if isinstance(r, Cell) and r.purpose == purpose))
+    return list(
+        dict.fromkeys(r.problem for r in records if isinstance(r, Cell) and r.purpose == purpose)
+    )
 
 
 def noted_defaults(records: Iterable[Record]) -> DefaultRule:
-    """What the default rule chose at a journal's cells when they were timed; an empty id where it chose none, or elsewhere."""
+    """What the default rule chose at a journal's cells when they were timed; an empty id where it
+    chose none, or elsewhere.
+    """
     found: dict[tuple[Contract, int], str] = {}
     for r in records:
         if isinstance(r, Cell) and isinstance(r.default_variant, str):
@@ -119,18 +142,25 @@ def beyond(best_us: float, regret: float, limit: float = TIE_SHARE) -> bool:
     return regret * best_us > max(limit * best_us, CUPTI_STEP_US) + 1e-6
 
 
-def choose(cells: Sequence[Mapping[str, float]], rank: Mapping[str, int], kept: Sequence[str | None] = ()) -> list[str]:
-    """A variant for each cell, given the regret of those that are acceptable there, by the order that `derive` states.
+def choose(
+    cells: Sequence[Mapping[str, float]], rank: Mapping[str, int], kept: Sequence[str | None] = ()
+) -> list[str]:
+    """A variant for each cell, given the regret of those that are acceptable there, by the order
+    that `derive` states.
 
-    rank: distinct numbers, the simplest variant's the least. kept: for each cell the variant that a tie should not replace.
-    The number of intervals is always the least; the rest is exact unless a cell leaves more than _BEAM states open.
+    rank: distinct numbers, the simplest variant's the least. kept: for each cell the variant that a
+        tie should not replace.
+    The number of intervals is always the least; the rest is exact unless a cell leaves more than
+    _BEAM states open.
     """
     names = {number: name for name, number in rank.items()}
-    # What a variant chosen now may still save is only known by whether a later cell accepts it: the others are forgotten.
+    # What a variant chosen now may still save is only known by whether a later cell accepts it: the
+    # others are forgotten.
     later: list[frozenset[str]] = [frozenset()] * len(cells)
     for i in range(len(cells) - 1, 0, -1):
         later[i - 1] = later[i] | frozenset(cells[i])
-    # (variant here, variants used that may return) -> (intervals, variants, regret, ranks): each addend hangs on the key alone.
+    # (variant here, variants used that may return) -> (intervals, variants, regret, ranks): each
+    # addend hangs on the key alone.
     states: dict[tuple[str, frozenset[str]], _Cost] = {("", frozenset()): _Cost(0, 0, 0, 0, ())}
     for i, cell in enumerate(cells):
         here_kept = kept[i] if kept and kept[i] in cell else None
@@ -147,12 +177,18 @@ def choose(cells: Sequence[Mapping[str, float]], rank: Mapping[str, int], kept: 
                 )
                 if key not in following or new < following[key]:
                     following[key] = new
-        # Any state can go on as another one does at the price of one more interval, so those further behind cannot win.
+        # Any state can go on as another one does at the price of one more interval, so those
+        # further behind cannot win.
         least = min(cost.intervals for cost in following.values())
         states = {}
         for name in cell:
-            ends_here = [key for key, cost in following.items() if key[0] == name and cost.intervals <= least + 1]
-            # A share for each variant, so that the number of intervals stays exact whatever is left out.
+            ends_here = [
+                key
+                for key, cost in following.items()
+                if key[0] == name and cost.intervals <= least + 1
+            ]
+            # A share for each variant, so that the number of intervals stays exact whatever is left
+            # out.
             ends_here.sort(key=lambda key: (following[key], sorted(key[1])))
             states |= {key: following[key] for key in ends_here[: max(1, _BEAM // len(cell))]}
     return [names[number] for number in min(states.values()).ranks]
@@ -177,7 +213,8 @@ class Final(NamedTuple):
 class Timed(NamedTuple):
     """A cell's usable times, in microseconds; its variants passed their check.
 
-    finals: of the leaders, which decide. screens: the first look's samples of all variants, a round each. order: the decode
+    finals: of the leaders, which decide. screens: the first look's samples of all variants, a round
+        each. order: the decode
     variants as the trials name them, the simplest first. known: those that are usable here, by id.
     """
 
@@ -211,8 +248,10 @@ class Timed(NamedTuple):
     def judged(self, name: str) -> tuple[float, Literal["final", "screen"]] | None:
         """A variant's regret and what it rests on; None where it has no times.
 
-        `final`: means of the final samples. `screen`: it was no leader, so medians of the rounds that it shares with the best. Few
-        samples, of a variant that lost by just these, so the regret is rather too large; but to leave it out would judge only choices
+        `final`: means of the final samples. `screen`: it was no leader, so medians of the rounds
+            that it shares with the best. Few
+        samples, of a variant that lost by just these, so the regret is rather too large; but to
+        leave it out would judge only choices
         that are nearly right.
         """
         if name in self.finals:
@@ -222,33 +261,58 @@ class Timed(NamedTuple):
         if not rounds:
             return None
         least = statistics.median(best[:rounds])
-        return (max(0.0, statistics.median(mine[:rounds]) / least - 1), "screen") if least > 0 else None
+        return (
+            (max(0.0, statistics.median(mine[:rounds]) / least - 1), "screen")
+            if least > 0
+            else None
+        )
 
 
-def timed_cells(records: Iterable[Record], admits: Callable[[str], bool] | None = None) -> list[Timed]:
-    """The cells that have final samples of a variant that is right, in the journal's order; see `derive` for `admits`."""
+def timed_cells(
+    records: Iterable[Record], admits: Callable[[str], bool] | None = None
+) -> list[Timed]:
+    """The cells that have final samples of a variant that is right, in the journal's order; see
+    `derive` for `admits`.
+    """
     records = list(records)
     checked = _checked(records)
     if admits is not None:
-        checked = {contract: frozenset(filter(admits, names)) for contract, names in checked.items()}
-    found = (_timed(p, trials, checked.get(p.contract, frozenset())) for p, trials in passes(records).items())
+        checked = {
+            contract: frozenset(filter(admits, names)) for contract, names in checked.items()
+        }
+    found = (
+        _timed(p, trials, checked.get(p.contract, frozenset()))
+        for p, trials in passes(records).items()
+    )
     return [cell for cell in found if cell.finals]
 
 
 def as_chosen(timed: Iterable[Timed], records: Iterable[Record]) -> list[Timed]:
-    """Cells that name a choice made beforehand with that variant's final samples alone; those that lack these are left out."""
-    chosen = {r.problem: r.choice for r in records if isinstance(r, Cell) and r.choice is not msgspec.UNSET}
+    """Cells that name a choice made beforehand with that variant's final samples alone; those that
+    lack these are left out.
+    """
+    chosen = {
+        r.problem: r.choice
+        for r in records
+        if isinstance(r, Cell) and r.choice is not msgspec.UNSET
+    }
     found = []
     for cell in timed:
         name = chosen.get(cell.problem)
-        finals = cell.finals if name is None else {n: final for n, final in cell.finals.items() if n == name}
+        finals = (
+            cell.finals
+            if name is None
+            else {n: final for n, final in cell.finals.items() if n == name}
+        )
         if finals:
             found.append(cell._replace(finals=finals))
     return found
 
 
 def by_work_units(cells: Iterable[Timed]) -> dict[Contract, list[Timed]]:
-    """Each contract's cells by rising work units, one for each: of several that with the most heads a request."""
+    """Each contract's cells by rising work units, one for each: of several that with the most heads
+    a request.
+    """
     found: dict[Contract, dict[int, Timed]] = {}
     for cell in sorted(cells, key=lambda c: (c.problem.HV, c.problem.H)):
         found.setdefault(cell.problem.contract, {})[cell.work_units] = cell
@@ -256,7 +320,8 @@ def by_work_units(cells: Iterable[Timed]) -> dict[Contract, list[Timed]]:
 
 
 def passes(records: Iterable[Record], failed: bool = False) -> dict[Problem, list[Trial]]:
-    """The trials of each problem that count: of its last pass that a Cell closed as ok; all, where no Cell closed any.
+    """The trials of each problem that count: of its last pass that a Cell closed as ok; all, where
+    no Cell closed any.
 
     failed: where none was closed as ok, those of the last pass that failed, too.
     """
@@ -282,21 +347,35 @@ def _checked(records: Iterable[Record]) -> dict[Contract, frozenset[str]]:
     wrong: dict[Contract, set[str]] = {}
     for record in records:
         if isinstance(record, Check):
-            (passed if record.status == "ok" else wrong).setdefault(record.contract, set()).add(record.variant)
-        elif isinstance(record, Trial) and record.status in ("crashed", "timeout") and record.role == "decode":
-            # An illegal access at one size is a fault of the kernel, which its check did not meet; none of its times count.
+            (passed if record.status == "ok" else wrong).setdefault(record.contract, set()).add(
+                record.variant
+            )
+        elif (
+            isinstance(record, Trial)
+            and record.status in ("crashed", "timeout")
+            and record.role == "decode"
+        ):
+            # An illegal access at one size is a fault of the kernel, which its check did not meet;
+            # none of its times count.
             wrong.setdefault(record.problem.contract, set()).add(record.variant.id)
-    return {contract: frozenset(names - wrong.get(contract, set())) for contract, names in passed.items()}
+    return {
+        contract: frozenset(names - wrong.get(contract, set()))
+        for contract, names in passed.items()
+    }
 
 
 def _timed(problem: Problem, trials: Iterable[Trial], checked: Collection[str]) -> Timed:
     last: dict[tuple[str, str, str], Trial] = {}
     order: dict[str, None] = {}
     for trial in trials:
-        last[trial.role, trial.stage, trial.variant.id] = trial  # a later attempt replaces an earlier one
+        last[trial.role, trial.stage, trial.variant.id] = (
+            trial  # a later attempt replaces an earlier one
+        )
         if trial.role == "decode":
             order.setdefault(trial.variant.id)
-    usable = {key: trial for key, trial in last.items() if trial.status == "ok" and trial.samples_us}
+    usable = {
+        key: trial for key, trial in last.items() if trial.status == "ok" and trial.samples_us
+    }
     finals = {
         name: Final(trial.variant, summary(trial.samples_us), trial.samples_us)
         for (role, stage, name), trial in usable.items()
@@ -312,14 +391,24 @@ def _timed(problem: Problem, trials: Iterable[Trial], checked: Collection[str]) 
     }
     floor = None
     for wanted in ("final", "screen"):
-        found = [summary(t.samples_us) for (role, stage, _), t in usable.items() if (role, stage) == ("floor", wanted)]
+        found = [
+            summary(t.samples_us)
+            for (role, stage, _), t in usable.items()
+            if (role, stage) == ("floor", wanted)
+        ]
         floor = floor or min(found, key=lambda s: s.median_us, default=None)
-    known = {name: t.variant for (role, _, name), t in usable.items() if role == "decode" and name in checked}
+    known = {
+        name: t.variant
+        for (role, _, name), t in usable.items()
+        if role == "decode" and name in checked
+    }
     return Timed(problem, finals, screens, floor, tuple(order), known)
 
 
 def _ranks(cells: Iterable[Timed]) -> dict[str, int]:
-    """A number for each variant by how early a cell's trials name it, so that the order of the cells does not matter."""
+    """A number for each variant by how early a cell's trials name it, so that the order of the
+    cells does not matter.
+    """
     early: dict[str, int] = {}
     for cell in cells:
         for position, name in enumerate(cell.order):
@@ -328,13 +417,19 @@ def _ranks(cells: Iterable[Timed]) -> dict[str, int]:
 
 
 def _acceptable(cell: Timed, regret: float) -> dict[str, float]:
-    """The regret of each variant that is as good as the cell's best: `timing.tie` where regret is TIE_SHARE.
+    """The regret of each variant that is as good as the cell's best: `timing.tie` where regret is
+    TIE_SHARE.
 
-    Means of hundreds of samples resolve far less than the clock's step, so a smaller regret takes as much less of it.
+    Means of hundreds of samples resolve far less than the clock's step, so a smaller regret takes
+    as much less of it.
     """
     best = cell.best_us
     limit = best + max(regret * best, CUPTI_STEP_US * min(1.0, regret / TIE_SHARE)) + 1e-6
-    return {name: cell.regret(name) for name, final in cell.finals.items() if final.stats.mean_us <= limit}
+    return {
+        name: cell.regret(name)
+        for name, final in cell.finals.items()
+        if final.stats.mean_us <= limit
+    }
 
 
 def _kept_default(cell: Timed, name: str) -> str | None:
@@ -343,7 +438,9 @@ def _kept_default(cell: Timed, name: str) -> str | None:
     return name if final is not None and tie(final.stats.mean_us, cell.best_us) else None
 
 
-def _intervals(cells: Sequence[Timed], choice: Sequence[str], run: Run, regret: float) -> tuple[Interval, ...]:
+def _intervals(
+    cells: Sequence[Timed], choice: Sequence[str], run: Run, regret: float
+) -> tuple[Interval, ...]:
     found: list[Interval] = []
     first, evidence = 1, []
     for i, (cell, name) in enumerate(zip(cells, choice, strict=True)):
@@ -358,10 +455,12 @@ def _intervals(cells: Sequence[Timed], choice: Sequence[str], run: Run, regret: 
 
 
 def _last_unit(a: Timed, b: Timed, lower: str, upper: str, device: Device, regret: float) -> int:
-    """The last work unit that goes with cell a, of those from a's to b's, exclusive, where their variants are `lower` and `upper`.
+    """The last work unit that goes with cell a, of those from a's to b's, exclusive, where their
+    variants are `lower` and `upper`.
 
-    A variant that loses no more than twice `regret` at the other's cell is safe at all between them, so the one that loses less gets
-    them. Where both lose more, a step lies between, and the boundary is where a wave of blocks is full.
+    A variant that loses no more than twice `regret` at the other's cell is safe at all between
+    them, so the one that loses less gets them. Where both lose more, a step lies between, and the
+    boundary is where a wave of blocks is full.
     """
     loss_of_lower, loss_of_upper = (
         math.inf if lost is None else lost[0] for lost in (b.judged(lower), a.judged(upper))
@@ -372,11 +471,13 @@ def _last_unit(a: Timed, b: Timed, lower: str, upper: str, device: Device, regre
 
 
 def _full_wave(a: int, b: int, device: Device) -> int:
-    """The work unit from a to b, exclusive, at which a wave of a GPU's thread blocks is full, else the geometric mean.
+    """The work unit from a to b, exclusive, at which a wave of a GPU's thread blocks is full, else
+    the geometric mean.
 
-    A kernel's blocks work on 1, 1/2, 1/4 or 1/8 of a head's rows and any number of them fits on an SM, so a further wave begins beyond
-    multiples of these shares of the SM count, and with it the times step. The largest share that has a multiple there counts, since
-    its multiples are those of the smaller ones too; of several multiples the nearest to the geometric mean.
+    A kernel's blocks work on 1, 1/2, 1/4 or 1/8 of a head's rows and any number of them fits on an
+    SM, so a further wave begins beyond multiples of these shares of the SM count, and with it the
+    times step. The largest share that has a multiple there counts, since its multiples are those of
+    the smaller ones too; of several multiples the nearest to the geometric mean.
     """
     middle = math.isqrt(a * b)
     for parts in (1, 2, 4, 8) if device.kind == "cuda" else ():
@@ -406,7 +507,9 @@ def _evidence(cell: Timed, name: str, run: Run) -> Evidence:
         sol=None if share is None else round(share, 4),
         runner_up=runner_up,
         runner_up_us=None if runner_up is None else round(others[runner_up].median_us, 3),
-        status=sol.classify(cell.problem, stats.median_us, run.device, run.policy.get("l2", "cold-clean")),
+        status=sol.classify(
+            cell.problem, stats.median_us, run.device, run.policy.get("l2", "cold-clean")
+        ),
     )
 
 
@@ -424,9 +527,13 @@ def _held_out_regrets(rules: Iterable[Rule], judged: Iterable[Timed]) -> list[fl
 
 def _failures(records: Iterable[Record]) -> dict[str, int]:
     counts = Counter(type(r).__name__.lower() for r in records if r.status != "ok")
-    return {kind.__name__.lower(): counts[kind.__name__.lower()] for kind in (Build, Check, Trial, Cell)}
+    return {
+        kind.__name__.lower(): counts[kind.__name__.lower()] for kind in (Build, Check, Trial, Cell)
+    }
 
 
 def _failures_in_words(records: Sequence[Record]) -> str:
     counts = _failures(records)
-    return f"{len(records)} records, of which failed: " + ", ".join(f"{n} {kind}s" for kind, n in counts.items())
+    return f"{len(records)} records, of which failed: " + ", ".join(
+        f"{n} {kind}s" for kind, n in counts.items()
+    )

@@ -1,15 +1,20 @@
-"""What times a GPU that is not here may be expected to give, from journals of one that was. A model, not a measurement.
+"""What times a GPU that is not here may be expected to give, from journals of one that was. A
+model, not a measurement.
 
-With w work units on a GPU of N SMs and P GB/s, and N', P' those of the GPU that the journals are of:
+With w work units on a GPU of N SMs and P GB/s, and N', P' those of the GPU that the journals are
+of:
 
     w'   = w N' / N                                 the same load of each SM
     t, f = time and floor at w' there               linear between the two nearest cells
     r    = (P'/N') / (P/N)                          an SM's share of the DRAM, there over here
-    time = t - (1 - r) (f - f0)                     the floor's transfer shrinks by r, nothing else does
+    time = t - (1 - r) (f - f0)                     the floor's transfer shrinks by r, nothing else
+    does
     most = t                                        where the SMs decide and not the DRAM
 
-f0 is the floor's fixed part: what its smallest cell takes beyond its bytes at the peak. So all that a kernel takes beyond its floor, and
-what it takes to start, is as on the other GPU: equal clocks and equal latencies are supposed. Arithmetic that the transfer hid there may
+f0 is the floor's fixed part: what its smallest cell takes beyond its bytes at the peak. So all that
+a kernel takes beyond its floor, and
+what it takes to start, is as on the other GPU: equal clocks and equal latencies are supposed.
+    Arithmetic that the transfer hid there may
 show here: hence `most`. A larger L2 is not in it.
 """
 
@@ -44,7 +49,8 @@ class Line(NamedTuple):
     times: Mapping[int, float]
 
 
-# What a floor is timed for: L2 policy, state dtype, K, V and how often the state is read and written.
+# What a floor is timed for: L2 policy, state dtype, K, V and how often the state is read and
+# written.
 _Form = tuple[str, str, int, int, sol.FloorForm]
 
 
@@ -60,24 +66,32 @@ class Model:
     ):
         """peers: whose times are carried over too, by the names of the journals' entries.
 
-        Raises JournalError for no journals, or of several devices; UnsupportedProblem for one that is no GPU or has no DRAM peak.
+        Raises JournalError for no journals, or of several devices; UnsupportedProblem for one that
+        is no GPU or has no DRAM peak.
         """
         journals = list(journals)
         sources = {run.device.name: run.device for run, _ in journals}
         if len(sources) != 1:
             raise JournalError(
-                f"journals of {', '.join(sources) or 'no device'}: accepted are those of one device; name some"
+                f"journals of {', '.join(sources) or 'no device'}: accepted are those of one"
+                " device; name some"
             )
         self.source, self.target = next(iter(sources.values())), target
         if self.source.kind != "cuda":
             raise UnsupportedProblem(
-                f"a journal of {self.source.name}, a CPU: accepted are those of a GPU (--journal), whose times are carried over to another"
+                f"a journal of {self.source.name}, a CPU: accepted are those of a GPU (--journal),"
+                " whose times are carried over to another"
             )
         if not self.source.peak_gb_s or not target.peak_gb_s:
             lacking = target.name if self.source.peak_gb_s else self.source.name
-            raise UnsupportedProblem(f"{lacking}: its DRAM's peak is not known, and times are carried over by it")
+            raise UnsupportedProblem(
+                f"{lacking}: its DRAM's peak is not known, and times are carried over by it"
+            )
         self.source_peak, self.target_peak = self.source.peak_gb_s, target.peak_gb_s
-        self.journals = tuple(f"{r.config} ({r.policy.get('l2', 'cold-clean')}, {r.started[:10]})" for r, _ in journals)
+        self.journals = tuple(
+            f"{r.config} ({r.policy.get('l2', 'cold-clean')}, {r.started[:10]})"
+            for r, _ in journals
+        )
         found: dict[tuple[str, Contract, str], Line] = {}
         floors: dict[_Form, dict[int, float]] = {}
         for run, records in journals:
@@ -94,12 +108,20 @@ class Model:
         return (self.source_peak / self.source.sm_count) / (self.target_peak / self.target.sm_count)
 
     def line(self, contract: Contract, l2: str, who: str = OURS) -> Line | None:
-        """The times of a contract under a policy, else under the policy that has most of its cells; parameters' dtypes do not count."""
-        found = [line for line in self.lines.values() if (line.who, line.contract) == (who, _plain(contract))]
+        """The times of a contract under a policy, else under the policy that has most of its cells;
+        parameters' dtypes do not count.
+        """
+        found = [
+            line
+            for line in self.lines.values()
+            if (line.who, line.contract) == (who, _plain(contract))
+        ]
         return max(found, key=lambda line: (line.l2 == l2, len(line.times), line.l2), default=None)
 
     def expected(self, line: Line, work_units: int) -> Expected | None:
-        """What the target may be expected to take; None beyond the journal's cells, or where no floor is known."""
+        """What the target may be expected to take; None beyond the journal's cells, or where no
+        floor is known.
+        """
         at = work_units * self.source.sm_count / self.target.sm_count
         c = line.contract
         floors = self._floors.get((line.l2, c.state_dtype, c.K, c.V, sol.floor_form(c)), {})
@@ -107,11 +129,14 @@ class Model:
         if time is None or floor is None:
             return None
         least = min(floors)
-        fixed = max(0.0, floors[least] - sol.floor_bytes(Problem(c, 1, 1, least)) / (self.source_peak * 1e3))
+        fixed = max(
+            0.0, floors[least] - sol.floor_bytes(Problem(c, 1, 1, least)) / (self.source_peak * 1e3)
+        )
         return Expected(time - (1 - self.share) * max(0.0, floor - fixed), time)
 
     def _between(self, times: Mapping[int, float], at: float) -> float | None:
-        """Linear between the two nearest cells. Below the first, its time, where not every SM has a head and one cell more or less hardly
+        """Linear between the two nearest cells. Below the first, its time, where not every SM has a
+        head and one cell more or less hardly
         counts: the target's smallest problems load an SM less than the source's did.
         """
         units = sorted(times)

@@ -1,6 +1,8 @@
-"""A run in the forms that other tools read: Kernel Tuner's T4 files, and traces of flashinfer-bench.
+"""A run in the forms that other tools read: Kernel Tuner's T4 files, and traces of
+flashinfer-bench.
 
-Both are folders of small files. What a form has no place for is left out and counted in a note; nothing is made up to fill a field.
+Both are folders of small files. What a form has no place for is left out and counted in a note;
+nothing is made up to fill a field.
 """
 
 import json
@@ -42,7 +44,13 @@ def _placed(sources: Sequence[Source], source: Source) -> str:
 
 T4_VERSION = "1.0.0"
 # T4's words for why a configuration has no times.
-_INVALID = {"ok": "correct", "failed": "runtime", "crashed": "runtime", "impossible": "runtime", "timeout": "timeout"}
+_INVALID = {
+    "ok": "correct",
+    "failed": "runtime",
+    "crashed": "runtime",
+    "impossible": "runtime",
+    "timeout": "timeout",
+}
 _UNITS = {
     **dict.fromkeys(("median_us", "mean_us", "q1_us", "q3_us", "min_us", "floor_us"), "us"),
     "bandwidth_gb_s": "GB/s",
@@ -63,17 +71,25 @@ _MEASURED = (
 def kernel_tuner(sources: Sequence[Source]) -> Export:
     """T4 files: results of each cell, a search space each, and metadata of the run.
 
-    A configuration is a kernel's name and its knobs; floors and peers are none. Times are in milliseconds, as Kernel Tuner's; `runtimes`
-    are the final samples, else the screening ones. The form is that of kernel_tuner/schema/T4/1.0.0 in
-    github.com/KernelTuner/kernel_tuner.
+    A configuration is a kernel's name and its knobs; floors and peers are none. Times are in
+    milliseconds, as Kernel Tuner's; `runtimes` are the final samples, else the screening ones. The
+    form is that of kernel_tuner/schema/T4/1.0.0 in github.com/KernelTuner/kernel_tuner.
     """
     files: dict[str, bytes] = {}
     notes: list[str] = []
     for source in sources:
         place = _placed(sources, source)
-        cells: dict[Problem, list[dict[str, Any]]] = {problem: [] for problem in sorted(derive.passes(source.records))}
-        failed = {(r.contract, r.variant): r for r in source.records if isinstance(r, Check) and r.status != "ok"}
-        seconds = {(r.contract, r.variant): r.seconds for r in source.records if isinstance(r, Check)}
+        cells: dict[Problem, list[dict[str, Any]]] = {
+            problem: [] for problem in sorted(derive.passes(source.records))
+        }
+        failed = {
+            (r.contract, r.variant): r
+            for r in source.records
+            if isinstance(r, Check) and r.status != "ok"
+        }
+        seconds = {
+            (r.contract, r.variant): r.seconds for r in source.records if isinstance(r, Check)
+        }
         seen: set[tuple[Problem, str]] = set()
         for trial, row in tried(source):
             if trial.role == "decode":
@@ -84,24 +100,33 @@ def kernel_tuner(sources: Sequence[Source]) -> Export:
             results += [
                 _never_timed(source, problem.contract, check)
                 for (contract, variant), check in failed.items()
-                if contract == problem.contract and not variant.startswith(PEER) and (problem, variant) not in seen
+                if contract == problem.contract
+                and not variant.startswith(PEER)
+                and (problem, variant) not in seen
             ]
-            files[f"{place}{problem.key()}.json"] = _json({"results": results, "schema_version": T4_VERSION})
+            files[f"{place}{problem.key()}.json"] = _json(
+                {"results": results, "schema_version": T4_VERSION}
+            )
         files[f"{place}metadata.json"] = _json(_metadata(source))
         lost = sum(isinstance(r, Build) and r.status != "ok" for r in source.records)
         if lost:
             notes.append(
-                f"{source.name}: {lost} objects did not compile; a journal does not say for which cells: left out"
+                f"{source.name}: {lost} objects did not compile; a journal does not say for which"
+                " cells: left out"
             )
     return Export(files, notes)
 
 
-def _result(source: Source, trial: Trial, row: Mapping[str, Any], check_seconds: float | None) -> dict[str, Any]:
+def _result(
+    source: Source, trial: Trial, row: Mapping[str, Any], check_seconds: float | None
+) -> dict[str, Any]:
     times: dict[str, Any] = {"runtimes": [round(us / 1e3, 9) for us in trial.samples_us]}
     if check_seconds is not None:
         times["validation"] = round(1e3 * check_seconds, 3)
     # A time that was refused is not the objective's value.
-    measurements = [_measured("time", round(row["median_us"] / 1e3, 9), "ms")] if row["status"] == "ok" else []
+    measurements = (
+        [_measured("time", round(row["median_us"] / 1e3, 9), "ms")] if row["status"] == "ok" else []
+    )
     measurements += [
         _measured(name, str(value) if isinstance(value, bool) else value, _UNITS.get(name, ""))
         for name in _MEASURED
@@ -122,8 +147,12 @@ def _result(source: Source, trial: Trial, row: Mapping[str, Any], check_seconds:
 
 
 def _never_timed(source: Source, contract: Contract, check: Check) -> dict[str, Any]:
-    """A variant that failed its check. A journal has its id; its knobs are those of the kernels as installed, where they know it."""
-    v = next((v for v in kernels.variants(contract, source.run.device) if v.id == check.variant), None)
+    """A variant that failed its check. A journal has its id; its knobs are those of the kernels as
+    installed, where they know it.
+    """
+    v = next(
+        (v for v in kernels.variants(contract, source.run.device) if v.id == check.variant), None
+    )
     configuration = {"variant": check.variant} if v is None else {"kernel": v.kernel, **v.knobs}
     measurements = [_measured("variant", check.variant), _measured("reason", check.reason)]
     return {
@@ -149,7 +178,9 @@ def _metadata(source: Source) -> dict[str, Any]:
             "hardware": {"hardware_description": [device]},
             "environment": {
                 "device_query": device,
-                "requirements": [f"{name}=={version}" for name, version in sorted(run.software.items())],
+                "requirements": [
+                    f"{name}=={version}" for name, version in sorted(run.software.items())
+                ],
                 "kernels": run.kernels,
                 "policy": run.policy,
                 "config": run.config,
@@ -181,10 +212,17 @@ _ALWAYS: dict[str, Any] = {
     "accepted": False,
     "ragged": False,
 }
-_STATUS = {"failed": "RUNTIME_ERROR", "crashed": "RUNTIME_ERROR", "impossible": "RUNTIME_ERROR", "timeout": "TIMEOUT"}
+_STATUS = {
+    "failed": "RUNTIME_ERROR",
+    "crashed": "RUNTIME_ERROR",
+    "impossible": "RUNTIME_ERROR",
+    "timeout": "TIMEOUT",
+}
 _RANDOM = {"type": "random"}
 # What the errors of a check are: ours, and peers'.
-_EXCESS = "difference beyond half a spacing of the dtype, over the scale of a row of the fp64 reference"
+_EXCESS = (
+    "difference beyond half a spacing of the dtype, over the scale of a row of the fp64 reference"
+)
 _NORM = "norm of the difference over the norm of the fp64 reference, of a request's output or state"
 _HEADS: dict[str, Callable[[Mapping[str, int]], bool]] = {
     "num_v_heads >= num_q_heads": lambda x: x["num_v_heads"] >= x["num_q_heads"],
@@ -194,7 +232,9 @@ _HEADS: dict[str, Callable[[Mapping[str, int]], bool]] = {
 
 
 class _Form(NamedTuple):
-    """A kind of definition: its free axes, constraints on all axes, inputs, and what a contract must be beyond _ALWAYS."""
+    """A kind of definition: its free axes, constraints on all axes, inputs, and what a contract
+    must be beyond _ALWAYS.
+    """
 
     stage: str
     free: tuple[str, ...]
@@ -203,7 +243,8 @@ class _Form(NamedTuple):
     contract: dict[str, tuple[Any, ...]]
 
 
-# As in flashinfer_trace/definitions/gdn of github.com/flashinfer-ai/flashinfer-bench. The reference of decode returns the new state,
+# As in flashinfer_trace/definitions/gdn of github.com/flashinfer-ai/flashinfer-bench. The reference
+# of decode returns the new state,
 # that of mtp the pool as it was.
 _DECODE = _Form(
     "decode",
@@ -222,7 +263,9 @@ _MTP = _Form(
 
 
 class Workload(NamedTuple):
-    """A problem as a definition has it. axes: all of them; free: the names of those that a workload gives."""
+    """A problem as a definition has it. axes: all of them; free: the names of those that a workload
+    gives.
+    """
 
     definition: str
     axes: dict[str, int]
@@ -231,17 +274,24 @@ class Workload(NamedTuple):
 
 
 def workload(problem: Problem) -> Workload | str:
-    """The definition `gdn_decode_*_k_last` or `gdn_mtp_*_k_last` of a problem with its axes; or why there is none."""
+    """The definition `gdn_decode_*_k_last` or `gdn_mtp_*_k_last` of a problem with its axes; or why
+    there is none.
+    """
     c = problem.contract
     if c.layout == "v_last":
-        return "layout=v_last: the state is [.., K, V], which is another definition (_v_last) than those of _k_last"
+        return (
+            "layout=v_last: the state is [.., K, V], which is another definition (_v_last) than"
+            " those of _k_last"
+        )
     if c.op != _ALWAYS["op"]:
         return f"op={c.op}: the definitions are of {_ALWAYS['op']}"
     form = _DECODE if (c.tokens, c.mode) == (1, "update") else _MTP
     accepted = {**{name: (value,) for name, value in _ALWAYS.items()}, **form.contract}
     for name, values in accepted.items():
         if getattr(c, name) not in values:
-            return f"{name}={getattr(c, name)}: gdn_{form.stage} has {' or '.join(map(str, values))}"
+            return (
+                f"{name}={getattr(c, name)}: gdn_{form.stage} has {' or '.join(map(str, values))}"
+            )
     if c.K != c.V:
         return f"K={c.K}, V={c.V}: the definitions have one head_size"
     axes = {
@@ -255,16 +305,21 @@ def workload(problem: Problem) -> Workload | str:
     }
     for text, holds in form.constraints.items():
         if not holds(axes):
-            return f"gdn_{form.stage} asks for {text}: {', '.join(f'{n}={axes[n]}' for n in axes if n in text)}"
+            return (
+                f"gdn_{form.stage} asks for {text}:"
+                f" {', '.join(f'{n}={axes[n]}' for n in axes if n in text)}"
+            )
     name = f"gdn_{form.stage}_qk{problem.H}_v{problem.HV}_d{c.K}_k_last"
     buffer = () if c.intermediate == "none" else ("intermediate_states_buffer",)
     return Workload(name, axes, form.free, (*form.inputs, *buffer))
 
 
 def flashinfer_bench(sources: Sequence[Source]) -> Export:
-    """Traces by definition, `traces/gdntune/gdn/NAME.jsonl` of a data set, with the slots of pools as safetensors below `blob/`.
+    """Traces by definition, `traces/gdntune/gdn/NAME.jsonl` of a data set, with the slots of pools
+    as safetensors below `blob/`.
 
-    One trace a cell and implementation with final samples: ours, the default rule's and peers' entries, also those that failed. A problem
+    One trace a cell and implementation with final samples: ours, the default rule's and peers'
+        entries, also those that failed. A problem
     that no definition fits, V-last ones among them, is a note. latency_ms is the median.
     """
     lines: dict[str, list[bytes]] = {}
@@ -282,24 +337,37 @@ def flashinfer_bench(sources: Sequence[Source]) -> Export:
                     refused.add(trial.problem)
                 continue
             # A whole peer that serves no such problem is no solution.
-            if trial.role == "floor" or trial.stage != "final" or trial.variant.id == trial.variant.kernel:
+            if (
+                trial.role == "floor"
+                or trial.stage != "final"
+                or trial.variant.id == trial.variant.kernel
+            ):
                 continue
-            evaluation = _evaluation(source, trial, row, errors.get((trial.problem.contract, trial.variant.id)))
+            evaluation = _evaluation(
+                source, trial, row, errors.get((trial.problem.contract, trial.variant.id))
+            )
             if evaluation is None:
                 left["timed without a passed check of its own"] += 1
                 continue
-            solution = trial.variant.id.removeprefix(PEER) if trial.role == "peer" else f"{AUTHOR}.{trial.variant.id}"
+            solution = (
+                trial.variant.id.removeprefix(PEER)
+                if trial.role == "peer"
+                else f"{AUTHOR}.{trial.variant.id}"
+            )
             made = _workload(found, files)
             lines.setdefault(found.definition, []).append(
                 json.dumps({"definition": found.definition, "workload": made, "solution": solution, "evaluation": evaluation}).encode()
             )  # fmt: skip
-            if (trial.problem.H, trial.problem.HV) not in PUBLISHED_HEADS or found.axes["head_size"] != 128:
+            if (trial.problem.H, trial.problem.HV) not in PUBLISHED_HEADS or found.axes[
+                "head_size"
+            ] != 128:
                 strange[found.definition] = None
     for name, its in lines.items():
         files[f"traces/{AUTHOR}/gdn/{name}.jsonl"] = b"".join(line + b"\n" for line in its)
     notes = [f"{n} left out: {reason}" for reason, n in sorted(left.items())]
     notes += [
-        f"{name}: flashinfer-bench publishes no definition of these heads; give it one of its form" for name in strange
+        f"{name}: flashinfer-bench publishes no definition of these heads; give it one of its form"
+        for name in strange
     ]
     return Export(files, notes)
 
@@ -312,21 +380,31 @@ def _workload(found: Workload, files: dict[str, bytes]) -> dict[str, Any]:
         B = found.axes["batch_size"]
         path = f"blob/workloads/gdn/slots_{B}.safetensors"
         files[path] = _safetensors("initial_state_indices", random.Random(B).sample(range(B), B))
-        inputs["initial_state_indices"] = {"type": "safetensors", "path": path, "tensor_key": "initial_state_indices"}
+        inputs["initial_state_indices"] = {
+            "type": "safetensors",
+            "path": path,
+            "tensor_key": "initial_state_indices",
+        }
     axes = {name: found.axes[name] for name in found.free}
     said = json.dumps([found.definition, axes, inputs], sort_keys=True)
     return {"axes": axes, "inputs": inputs, "uuid": str(uuid.uuid5(uuid.NAMESPACE_URL, said))}
 
 
 def _safetensors(name: str, values: Sequence[int]) -> bytes:
-    """A file with one int32 tensor: the header's length, the header as JSON to a multiple of 8 bytes, the data."""
+    """A file with one int32 tensor: the header's length, the header as JSON to a multiple of 8
+    bytes, the data.
+    """
     data = struct.pack(f"<{len(values)}i", *values)
-    header = json.dumps({name: {"dtype": "I32", "shape": [len(values)], "data_offsets": [0, len(data)]}}).encode()
+    header = json.dumps(
+        {name: {"dtype": "I32", "shape": [len(values)], "data_offsets": [0, len(data)]}}
+    ).encode()
     header += b" " * (-len(header) % 8)
     return struct.pack("<Q", len(header)) + header + data
 
 
-def _evaluation(source: Source, trial: Trial, row: Mapping[str, Any], error: float | None) -> dict[str, Any] | None:
+def _evaluation(
+    source: Source, trial: Trial, row: Mapping[str, Any], error: float | None
+) -> dict[str, Any] | None:
     run = source.run
     # NaN, as text: the form's word for a number that is not there.
     correctness = {
@@ -342,19 +420,32 @@ def _evaluation(source: Source, trial: Trial, row: Mapping[str, Any], error: flo
     }
     if row["status"] != "ok":
         wrong = row["status"] == "failed" and trial.reason.startswith("check failed")
-        said |= {"status": "INCORRECT_NUMERICAL" if wrong else _STATUS[row["status"]], "log": row["reason"]}
+        said |= {
+            "status": "INCORRECT_NUMERICAL" if wrong else _STATUS[row["status"]],
+            "log": row["reason"],
+        }
         return {**said, "correctness": correctness} if wrong else said
     if row["verified"] != "ok":
         return None
-    return {**said, "correctness": correctness, "performance": {"latency_ms": round(row["median_us"] / 1e3, 9)}}
+    return {
+        **said,
+        "correctness": correctness,
+        "performance": {"latency_ms": round(row["median_us"] / 1e3, 9)},
+    }
 
 
 def _log(source: Source, trial: Trial) -> Iterator[str]:
     """What the definition does not say of the call that was timed."""
     c, policy = trial.problem.contract, source.run.policy
-    timed = f"Median of {len(trial.samples_us)} samples, timer {policy.get('timer')}, L2 policy {policy.get('l2')}"
+    timed = (
+        f"Median of {len(trial.samples_us)} samples, timer {policy.get('timer')}, L2 policy"
+        f" {policy.get('l2')}"
+    )
     yield f"{timed}; gdntune journal {source.digest[:16]}."
-    yield "q and k were normalised within the call (use_qk_l2norm), which the definition leaves to its inputs."
+    yield (
+        "q and k were normalised within the call (use_qk_l2norm), which the definition leaves to"
+        " its inputs."
+    )
     if c.mode == "update" and c.pool:
         yield "States lay in a pool and were updated in place by slot."
     if c.intermediate == "dense":

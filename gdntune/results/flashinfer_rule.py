@@ -1,15 +1,21 @@
-"""FlashInfer's choice among our variants: the thresholds that it was shipped with, restated as knobs. Needs no FlashInfer.
+"""FlashInfer's choice among our variants: the thresholds that it was shipped with, restated as
+knobs. Needs no FlashInfer.
 
-Facts of FlashInfer 0.7.2 (gdn_kernels/gdn_decode_bf16_state.py, gdn_decode_mtp.py, gdn_decode_pretranspose.py), tuned on a B200 at
-HV=64; blocks have 128 threads. w is B*HV.
+Facts of FlashInfer 0.7.2 (gdn_kernels/gdn_decode_bf16_state.py, gdn_decode_mtp.py,
+gdn_decode_pretranspose.py), tuned on a B200 at HV=64; blocks have 128 threads. w is B*HV.
 
-    bf16, w >= 1024, 512, 128   tile_v 128, 64, 32; 8 elements a load, 16 lanes a row, 4 rows; at T=1 from w = 512 alone
+    bf16, w >= 1024, 512, 128   tile_v 128, 64, 32; 8 elements a load, 16 lanes a row, 4 rows; at
+    T=1 from w = 512 alone
     bf16, T >= 2, below         tile_v 16; 4 elements, 32 lanes, 4 rows
-    bf16, T = 1, below          the same with tile_v 16 to w = 128, above the largest of 128, 64, 32 that makes four blocks an SM, else 32
-    fp32, T >= 2                4 elements, 32 lanes; (tile_v, rows) are (8, 2) to w = 64, (16, 4) to 128, (16, 2) at T = 2 or else
-                                (32, 4) to 448, (32, 4) to 1024, above (64, 8) at T = 2 with the final state written, else (64, 4)
+    bf16, T = 1, below          the same with tile_v 16 to w = 128, above the largest of 128, 64, 32
+    that makes four blocks an SM, else 32
+    fp32, T >= 2                4 elements, 32 lanes; (tile_v, rows) are (8, 2) to w = 64, (16, 4)
+    to 128, (16, 2) at T = 2 or else
+                                (32, 4) to 448, (32, 4) to 1024, above (64, 8) at T = 2 with the
+                                final state written, else (64, 4)
     T >= 2                      q and k normalised once a block, in shared memory
-    fp32, T = 1                 eight blocks a head, each two tiles of 8 rows: tile_v 16, 2 rows; 4 elements, 32 lanes
+    fp32, T = 1                 eight blocks a head, each two tiles of 8 rows: tile_v 16, 2 rows; 4
+    elements, 32 lanes
 """
 
 import math
@@ -24,19 +30,32 @@ _RATIOS = ("tile_v", "ilp", "vec", "lanes", "threads")
 
 
 def wanted(contract: Contract, work_units: int, sm_count: int) -> dict[str, int] | None:
-    """The knobs that FlashInfer takes; None for a contract that it has no kernel with thresholds for.
+    """The knobs that FlashInfer takes; None for a contract that it has no kernel with thresholds
+    for.
 
     It serves GDN with raw gates, a K-last state and V of 128 or less, in bf16 or fp32.
     """
     c = contract
-    served = c.op == "gdn_decode" and c.gate == "raw" and c.beta == "logit" and c.layout == "k_last" and not c.ragged
+    served = (
+        c.op == "gdn_decode"
+        and c.gate == "raw"
+        and c.beta == "logit"
+        and c.layout == "k_last"
+        and not c.ragged
+    )
     if not served or c.state_dtype not in ("bf16", "fp32") or c.K != 128 or c.V > 128:
         return None
     if c.state_dtype == "bf16" and c.V != 128:
         return None
     tile_v, rows, wide = (_bf16 if c.state_dtype == "bf16" else _fp32)(c, work_units, sm_count)
     vec = 8 if wide else 4
-    return {"tile_v": min(tile_v, c.V), "ilp": rows, "vec": vec, "lanes": c.K // vec, "threads": 128}
+    return {
+        "tile_v": min(tile_v, c.V),
+        "ilp": rows,
+        "vec": vec,
+        "lanes": c.K // vec,
+        "threads": 128,
+    }
 
 
 def _bf16(c: Contract, w: int, sm_count: int) -> tuple[int, int, bool]:
@@ -62,8 +81,11 @@ def _fp32(c: Contract, w: int, sm_count: int) -> tuple[int, int, bool]:
     return 64, 8 if c.tokens == 2 and c.mode == "update" else 4, False
 
 
-def nearest(contract: Contract, work_units: int, sm_count: int, variants: Iterable[Variant]) -> str | None:
-    """The variant, by id, with FlashInfer's knobs, or those nearest to them by ratios; None where it has no thresholds, or none is ours.
+def nearest(
+    contract: Contract, work_units: int, sm_count: int, variants: Iterable[Variant]
+) -> str | None:
+    """The variant, by id, with FlashInfer's knobs, or those nearest to them by ratios; None where
+    it has no thresholds, or none is ours.
 
     variants: of equally near ones the first is taken. Nearness is the sum of the ratios.
     """

@@ -1,4 +1,6 @@
-"""What fewer samples would have chosen: successive halving replayed on a journal, judged on samples kept apart. Needs no device."""
+"""What fewer samples would have chosen: successive halving replayed on a journal, judged on samples
+kept apart. Needs no device.
+"""
 
 import math
 import statistics
@@ -10,19 +12,32 @@ import msgspec
 from gdntune.results.derive import beyond, derive, passes, timed_cells
 from gdntune.errors import UnsupportedProblem
 from gdntune.results.journal import Record, Run, Trial
-from gdntune.results.judge import JudgedCell, Judgement, default_id, flashinfers, judge, judged, judgement, losses
+from gdntune.results.judge import (
+    JudgedCell,
+    Judgement,
+    default_id,
+    flashinfers,
+    judge,
+    judged,
+    judgement,
+    losses,
+)
 from gdntune.problem import Problem
 from gdntune.report.document import Document, Grid, Section, Text
 
 # Variants that successive halving ends with; they share what is left of the budget.
 LEADERS = 2
-# Samples of each before the first halving, where that is half of the budget at most: a variant's first one meets a GPU that is cold
-# to it, 30% slower at some cells of an H100, and a winner that is halved away on it alone never comes back.
+# Samples of each before the first halving, where that is half of the budget at most: a variant's
+# first one meets a GPU that is cold
+# to it, 30% slower at some cells of an H100, and a winner that is halved away on it alone never
+# comes back.
 FIRST_LOOK = 3
 
 
 class Halved(NamedTuple):
-    """Successive halving over given samples. leaders: best first. used: the samples drawn of each variant, in order."""
+    """Successive halving over given samples. leaders: best first. used: the samples drawn of each
+    variant, in order.
+    """
 
     leaders: list[str]
     used: dict[str, list[float]]
@@ -34,10 +49,12 @@ class Halved(NamedTuple):
 
 
 def halving(samples: Mapping[str, Sequence[float]], budget: int, leaders: int = LEADERS) -> Halved:
-    """Successive halving: draws each variant's samples in their order, as a sweep with that budget would have taken them.
+    """Successive halving: draws each variant's samples in their order, as a sweep with that budget
+    would have taken them.
 
-    All variants get a first look; the better half by median goes on, with an equal share of what is left for each halving, one sample
-    at least, and so on to the leaders, who share the rest. A variant gives no more than it has. One sample of each is always drawn.
+    All variants get a first look; the better half by median goes on, with an equal share of what is
+    left for each halving, one sample at least, and so on to the leaders, who share the rest. A
+    variant gives no more than it has. One sample of each is always drawn.
     """
     names = list(samples)
     first = FIRST_LOOK if 2 * FIRST_LOOK * len(names) <= budget else 1
@@ -45,8 +62,11 @@ def halving(samples: Mapping[str, Sequence[float]], budget: int, leaders: int = 
     spent = sum(map(len, used.values()))
     halvings = math.ceil(math.log2(max(1.0, len(names) / leaders)))
     for left in range(max(halvings, 1), 0, -1):
-        names = sorted(names, key=lambda name: _median(used[name]))[: max(leaders, math.ceil(len(names) / 2))]
-        # To halve twice on the same single sample keeps whom an outlier favours: 10% of regret at some cells of an H100.
+        names = sorted(names, key=lambda name: _median(used[name]))[
+            : max(leaders, math.ceil(len(names) / 2))
+        ]
+        # To halve twice on the same single sample keeps whom an outlier favours: 10% of regret at
+        # some cells of an H100.
         each = max((budget - spent) // left // len(names), 1) if spent + len(names) <= budget else 0
         for name in names:
             more = samples[name][len(used[name]) : len(used[name]) + each]
@@ -64,7 +84,9 @@ def _mean(samples: Sequence[float]) -> float:
 
 
 class Behind(msgspec.Struct, frozen=True):
-    """How one choice at each cell stands to another. beyond_tie: cells where it is slower by more than the larger of 1% and 32 ns."""
+    """How one choice at each cell stands to another. beyond_tie: cells where it is slower by more
+    than the larger of 1% and 32 ns.
+    """
 
     cells: int
     mean: float
@@ -73,10 +95,13 @@ class Behind(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What fewer samples would have chosen. `all_samples`: the same judgement of all that could have been drawn.
+    """What fewer samples would have chosen. `all_samples`: the same judgement of all that could
+    have been drawn.
 
-    cells: each cell's winner of the halving. table: the table derived from the halving's samples. Judged on samples kept apart.
-    behind: how much slower each cell's winner is than that of all samples, on the same samples: negative where it is faster.
+    cells: each cell's winner of the halving. table: the table derived from the halving's samples.
+        Judged on samples kept apart.
+    behind: how much slower each cell's winner is than that of all samples, on the same samples:
+        negative where it is faster.
     """
 
     share: float
@@ -90,13 +115,17 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 def cost(records: Sequence[Record], run: Run, share: float = 0.25) -> Cost:
-    """Successive halving replayed on a journal with a share of each cell's decode samples, judged on samples apart.
+    """Successive halving replayed on a journal with a share of each cell's decode samples, judged
+    on samples apart.
 
-    Of each leader's final samples the second half is kept apart to judge by, and the halving draws from the screen and the first
-    half. Variants that the sweep did not bring to the end have their screen alone to draw.
+    Of each leader's final samples the second half is kept apart to judge by, and the halving draws
+    from the screen and the first half. Variants that the sweep did not bring to the end have their
+    screen alone to draw.
     """
     if not 0 < share <= 1:
-        raise UnsupportedProblem(f"a share of {share} of the samples: accepted are numbers above 0, to 1")
+        raise UnsupportedProblem(
+            f"a share of {share} of the samples: accepted are numbers above 0, to 1"
+        )
     early = _with_finals(records, lambda samples: samples[: len(samples) // 2])
     late = _with_finals(records, lambda samples: samples[len(samples) // 2 :])
     counted: dict[Problem, dict[str, list[float]]] = {}
@@ -104,10 +133,14 @@ def cost(records: Sequence[Record], run: Run, share: float = 0.25) -> Cost:
     for problem, trials in passes(early).items():
         for trial in trials:
             if trial.role == "decode" and trial.status == "ok":
-                counted.setdefault(problem, {}).setdefault(trial.variant.id, []).extend(trial.samples_us)
+                counted.setdefault(problem, {}).setdefault(trial.variant.id, []).extend(
+                    trial.samples_us
+                )
     budgets: dict[Problem, int] = {}
     for problem, trials in passes(records).items():
-        budgets[problem] = sum(len(t.samples_us) for t in trials if t.role == "decode" and t.status == "ok")
+        budgets[problem] = sum(
+            len(t.samples_us) for t in trials if t.role == "decode" and t.status == "ok"
+        )
         samples += budgets[problem]
     halved = {p: halving(found, int(share * budgets[p])) for p, found in counted.items()}
     kept_apart = {c.problem: c for c in timed_cells(late)}
@@ -131,7 +164,9 @@ def cost(records: Sequence[Record], run: Run, share: float = 0.25) -> Cost:
     thin = derive(_with_halved(early, halved), run)
     drawn = sum(h.spent for h in halved.values())
     some = f"{drawn / samples if samples else 0:.1%} of the samples, by successive halving"
-    winners = by_cell({p: h.leaders[0] for p, h in halved.items()}, f"each cell's winner from {some}")
+    winners = by_cell(
+        {p: h.leaders[0] for p, h in halved.items()}, f"each cell's winner from {some}"
+    )
     of_all = by_cell(whole, "each cell's winner from all samples but those judged by")
     return Cost(
         share=share,
@@ -140,7 +175,9 @@ def cost(records: Sequence[Record], run: Run, share: float = 0.25) -> Cost:
         cells=winners,
         table=judge(thin, late, run, about=f"the table from {some}"),
         all_samples_cells=of_all,
-        all_samples_table=judge(derive(early, run), late, run, about="the table from all samples but those judged by"),
+        all_samples_table=judge(
+            derive(early, run), late, run, about="the table from all samples but those judged by"
+        ),
         behind=_behind(winners, of_all),
     )
 
@@ -160,19 +197,32 @@ def _behind(one: Judgement, other: Judgement) -> Behind:
     )
 
 
-def _with_finals(records: Iterable[Record], part: Callable[[list[float]], list[float]]) -> list[Record]:
+def _with_finals(
+    records: Iterable[Record], part: Callable[[list[float]], list[float]]
+) -> list[Record]:
     """The records with a part of each final trial's samples."""
     return [
-        msgspec.structs.replace(r, samples_us=part(r.samples_us)) if isinstance(r, Trial) and r.stage == "final" else r
+        (
+            msgspec.structs.replace(r, samples_us=part(r.samples_us))
+            if isinstance(r, Trial) and r.stage == "final"
+            else r
+        )
         for r in records
     ]
 
 
 def _with_halved(records: Iterable[Record], halved: Mapping[Problem, Halved]) -> list[Record]:
-    """The records as a sweep by successive halving would have left them: what each variant drew, and finals of the leaders alone."""
+    """The records as a sweep by successive halving would have left them: what each variant drew,
+    and finals of the leaders alone.
+    """
     found: list[Record] = []
     for r in records:
-        if not isinstance(r, Trial) or r.role != "decode" or r.status != "ok" or r.problem not in halved:
+        if (
+            not isinstance(r, Trial)
+            or r.role != "decode"
+            or r.status != "ok"
+            or r.problem not in halved
+        ):
             found.append(r)
         elif r.stage == "screen":
             h = halved[r.problem]
@@ -190,13 +240,15 @@ def cost_document(found: Cost, source: str) -> Document:
         for j in (found.cells, found.all_samples_cells, found.table, found.all_samples_table)
     )
     text = (
-        f"Successive halving would have drawn {found.drawn} of {found.samples} decode samples "
-        f"({found.drawn / found.samples:.1%}). Regret in %, on the second half of the final samples, which none of these saw."
+        f"Successive halving would have drawn {found.drawn} of {found.samples} decode samples"
+        f" ({found.drawn / found.samples:.1%}). Regret in %, on the second half of the final"
+        " samples, which none of these saw."
     )
     b = found.behind
     against = (
-        f"Its winner's time is that of all samples' winner {100 * b.mean:+.2f}% in the mean of {b.cells} cells, {100 * b.max:+.2f}% at "
-        f"most; it is slower by more than the larger of 1% and 32 ns at {b.beyond_tie}."
+        f"Its winner's time is that of all samples' winner {100 * b.mean:+.2f}% in the mean of"
+        f" {b.cells} cells, {100 * b.max:+.2f}% at most; it is slower by more than the larger of 1%"
+        f" and 32 ns at {b.beyond_tie}."
     )
     grid = Grid("", ("choices", "cells", "by screen", "mean", "max", "beyond tie"), rows)
     return Document(source, (Section("Summary", (Text(text), grid, Text(against))),))

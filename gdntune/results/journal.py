@@ -1,4 +1,5 @@
-"""The journal: what a sweep did, one JSON object a line, appended and never changed. A table is a pure function of journals.
+"""The journal: what a sweep did, one JSON object a line, appended and never changed. A table is a
+pure function of journals.
 
 A sweep killed at any moment leaves a journal that opens; only the record being written is lost.
 """
@@ -31,18 +32,25 @@ Status = Literal["ok", "failed"]
 Ended = Literal["ok", "failed", "crashed", "timeout"]
 
 
-class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
+class _Record(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower
+):
     """Tagged by `kind`, the class's name in small letters."""
 
 
 class Run(_Record, frozen=True, kw_only=True):
-    """The header, a journal's first line: everything that a later reader needs to judge the samples.
+    """The header, a journal's first line: everything that a later reader needs to judge the
+    samples.
 
-    config: its name. software: versions by name. policy: `timer` and `l2` as resolved. kernels: fingerprints by kernel.
-    peaks: the DRAM's peak, GB/s, by source (`datasheet`, `nvml`, `measured`). started: ISO 8601, UTC.
+    config: its name. software: versions by name. policy: `timer` and `l2` as resolved. kernels:
+        fingerprints by kernel.
+    peaks: the DRAM's peak, GB/s, by source (`datasheet`, `nvml`, `measured`). started: ISO 8601,
+        UTC.
     workload: the steps that the cells' rounds were weighed by, absent where there was none.
-    regret, keeps_default: how its table is derived, see `derive.derive`; absent where an older version wrote.
-    cells: how many its config asks for, without those that a sweep adds. rounds: its config's final_rounds. Absent as these are.
+    regret, keeps_default: how its table is derived, see `derive.derive`; absent where an older
+        version wrote.
+    cells: how many its config asks for, without those that a sweep adds. rounds: its config's
+        final_rounds. Absent as these are.
     """
 
     schema: Literal["gdntune.journal/1"] = "gdntune.journal/1"
@@ -63,7 +71,9 @@ class Run(_Record, frozen=True, kw_only=True):
 
 
 class Build(_Record, frozen=True, kw_only=True):
-    """One compile. object_key: the store's key. registers, spill_bytes and shared_bytes: None where the compiler does not say."""
+    """One compile. object_key: the store's key. registers, spill_bytes and shared_bytes: None where
+    the compiler does not say.
+    """
 
     kernel: str
     variant: str
@@ -78,7 +88,9 @@ class Build(_Record, frozen=True, kw_only=True):
 
 
 class Check(_Record, frozen=True, kw_only=True):
-    """One variant against the fp64 reference. error: the worst relative error, None where nothing could be compared."""
+    """One variant against the fp64 reference. error: the worst relative error, None where nothing
+    could be compared.
+    """
 
     contract: Contract
     variant: str
@@ -91,7 +103,8 @@ class Check(_Record, frozen=True, kw_only=True):
 class Trial(_Record, frozen=True, kw_only=True):
     """One attempt at timing a variant at a cell. samples_us: one a round, kept to the nanosecond.
 
-    `screen` is the quick first look at all variants, `final` the paired re-run of the best few on fresh samples.
+    `screen` is the quick first look at all variants, `final` the paired re-run of the best few on
+    fresh samples.
     """
 
     problem: Problem
@@ -105,12 +118,17 @@ class Trial(_Record, frozen=True, kw_only=True):
 
 
 class Cell(_Record, frozen=True, kw_only=True):
-    """Closes a pass over a cell: the trials of this problem since its last Cell belong together; a failed one voids them.
+    """Closes a pass over a cell: the trials of this problem since its last Cell belong together; a
+    failed one voids them.
 
-    stop: which condition ended it. clocks_before, clocks_after: as read by NVML, empty where there is none.
-    default_variant: what the kernel's default rule chose here when it was timed; absent where it chose none, or an older version wrote.
-    choice: the variant that was chosen beforehand, of a bench: others that were timed beside it are not chosen among.
-    purpose: why it was timed where it is no cell of the config: `bisection` of a crossover, or `held-out`, which has no part in choosing.
+    stop: which condition ended it. clocks_before, clocks_after: as read by NVML, empty where there
+        is none.
+    default_variant: what the kernel's default rule chose here when it was timed; absent where it
+        chose none, or an older version wrote.
+    choice: the variant that was chosen beforehand, of a bench: others that were timed beside it are
+        not chosen among.
+    purpose: why it was timed where it is no cell of the config: `bisection` of a crossover, or
+        `held-out`, which has no part in choosing.
     timed_on: the device, where several shared the sweep.
     """
 
@@ -133,7 +151,8 @@ _decoder: msgspec.json.Decoder[Run | Build | Check | Trial | Cell] = msgspec.jso
     Run | Build | Check | Trial | Cell
 )
 
-# How the names of a bench's `software` begin where they say whose choices it times, and beside whom.
+# How the names of a bench's `software` begin where they say whose choices it times, and beside
+# whom.
 TABLE, PEER = "table for ", "peer "
 
 _CONTENT = "content of the config"
@@ -153,16 +172,23 @@ _ACCEPTED = f"accepted is a sweep's folder, its {FILE}, or that as .xz"
 # How a record's line begins: a file without one is something else, not a damaged journal.
 _LINE = re.compile(rb'(?m)^{"kind" ?:')
 # What differs as well wherever something else does, by how its name begins: no news.
-_FOLLOWS = {"command": ("",), "config": (_CONTENT,), "rounds": (_CONTENT,), "device": ("code of ", "timer")}
+_FOLLOWS = {
+    "command": ("",),
+    "config": (_CONTENT,),
+    "rounds": (_CONTENT,),
+    "device": ("code of ", "timer"),
+}
 
 
 @final
 class Journal:
-    """An open journal: `run` (its header), `records` (what it holds, appended ones included), `path`.
+    """An open journal: `run` (its header), `records` (what it holds, appended ones included),
+    `path`.
 
-    Made by `Journal.open`, closed by `close` or as a context manager. The folder is locked until then, or until the
-    process ends, however it does; its children do not hold the lock. What takes long to prepare makes it in two steps:
-    `claim`, which refuses what `open` would refuse, and `begin`.
+    Made by `Journal.open`, closed by `close` or as a context manager. The folder is locked until
+    then, or until the process ends, however it does; its children do not hold the lock. What takes
+    long to prepare makes it in two steps: `claim`, which refuses what `open` would refuse, and
+    `begin`.
     """
 
     def __init__(self, path: Path, run: Run, lock: filelock.BaseFileLock) -> None:
@@ -179,8 +205,9 @@ class Journal:
     def open(cls, folder: str | os.PathLike[str], run: Run) -> "Journal":
         """Resumes the journal in `folder`, or creates folder and journal with `run` as the header.
 
-        A torn last line is cut off. The header that stands in the file stays; `run` must agree with it in config, device,
-        kernels, policy and software. Raises Locked where another process has the folder open, and JournalError.
+        A torn last line is cut off. The header that stands in the file stays; `run` must agree with
+        it in config, device, kernels, policy and software. Raises Locked where another process has
+        the folder open, and JournalError.
         """
         journal = cls.claim(folder, run)
         try:
@@ -192,9 +219,11 @@ class Journal:
 
     @classmethod
     def claim(cls, folder: str | os.PathLike[str], run: Run) -> "Journal":
-        """Locks `folder`, which is made where it is not there, and reads its journal, which stays as it is until `begin`.
+        """Locks `folder`, which is made where it is not there, and reads its journal, which stays
+        as it is until `begin`.
 
-        run: the header as far as it is known; of its `policy`, what is not known yet may be left out. Raises as `open` does.
+        run: the header as far as it is known; of its `policy`, what is not known yet may be left
+            out. Raises as `open` does.
         `fresh` says whether there was none.
         """
         folder = Path(folder)
@@ -203,7 +232,9 @@ class Journal:
             lock = _acquire(folder)
         except OSError as e:
             why = no_folder(folder) or _why(e)
-            raise JournalError(f"{folder}: cannot be written: {why}; choose a folder on a writable disk") from e
+            raise JournalError(
+                f"{folder}: cannot be written: {why}; choose a folder on a writable disk"
+            ) from e
         journal = cls(folder / FILE, run, lock)
         try:
             journal._read(run)
@@ -231,8 +262,9 @@ class Journal:
     def _agree(self, run: Run) -> None:
         if differs := "; ".join(_differences(self.run, run)):
             raise JournalError(
-                f"{self.path}: of another {made_by(self.run)}: {differs}. Give this one a folder of its own (--out), or ask for what "
-                f"the journal was started with: {self.run.command or self.run.config} ({self.run.started})"
+                f"{self.path}: of another {made_by(self.run)}: {differs}. Give this one a folder of"
+                " its own (--out), or ask for what the journal was started with:"
+                f" {self.run.command or self.run.config} ({self.run.started})"
             )
 
     def begin(self, run: Run) -> None:
@@ -240,7 +272,9 @@ class Journal:
         if not self.fresh:
             self._agree(run)
         try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._descriptor = os.open(
+                self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+            )
             if os.fstat(self._descriptor).st_size > self._size:
                 os.ftruncate(self._descriptor, self._size)
                 os.fsync(self._descriptor)
@@ -252,11 +286,15 @@ class Journal:
             raise JournalError(f"{self.path}: {_why(e)}") from e
 
     def append(self, record: Record) -> None:
-        """Writes one record and waits until it is on the disk. A failed write leaves the file as it was: JournalError."""
+        """Writes one record and waits until it is on the disk. A failed write leaves the file as it
+        was: JournalError.
+        """
         self.extend((record,))
 
     def extend(self, records: Iterable[Record]) -> None:
-        """Writes records together, all or none, and waits once: a cell has a hundred, and a disk takes milliseconds to be sure."""
+        """Writes records together, all or none, and waits once: a cell has a hundred, and a disk
+        takes milliseconds to be sure.
+        """
         self.records.extend(self._write(records))
 
     def _write(self, records: Iterable[Any]) -> list[Any]:
@@ -265,9 +303,13 @@ class Journal:
             raise JournalError(self._broken)
         lines = [encode(record) for record in records]
         try:
-            stored = [_decoder.decode(line) for line in lines]  # so that what is written can be read: JSON has no NaN
+            stored = [
+                _decoder.decode(line) for line in lines
+            ]  # so that what is written can be read: JSON has no NaN
         except msgspec.ValidationError as e:
-            raise JournalError(f"{self.path}: a record that could not be read again (not a finite number?): {e}") from e
+            raise JournalError(
+                f"{self.path}: a record that could not be read again (not a finite number?): {e}"
+            ) from e
         data = b"".join(lines)
         if not data:
             return []
@@ -280,8 +322,9 @@ class Journal:
             self._restore()
             if isinstance(e, OSError):
                 raise JournalError(
-                    f"{self.path}: a record could not be written: {_why(e)}; the journal holds all {len(self.records)} "
-                    "before it: free some space and start the same sweep again, and it goes on there"
+                    f"{self.path}: a record could not be written: {_why(e)}; the journal holds all"
+                    f" {len(self.records)} before it: free some space and start the same sweep"
+                    " again, and it goes on there"
                 ) from e
             raise
         self._size += len(data)
@@ -292,9 +335,11 @@ class Journal:
             os.ftruncate(self._descriptor, self._size)
             os.fsync(self._descriptor)
         except OSError as e:
-            # Another append would put a whole line behind half a one; the next open cuts the half off.
+            # Another append would put a whole line behind half a one; the next open cuts the half
+            # off.
             self._broken = (
-                f"{self.path}: closed for writing, since its end could not be restored: {_why(e)}; open it again"
+                f"{self.path}: closed for writing, since its end could not be restored: {_why(e)};"
+                " open it again"
             )
 
     def close(self) -> None:
@@ -314,9 +359,11 @@ class Journal:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Run, list[Record]]:
-    """Header and records of a journal, given its file or folder; takes no lock, and leaves out a torn last line.
+    """Header and records of a journal, given its file or folder; takes no lock, and leaves out a
+    torn last line.
 
-    A file that ends in .xz is read as what `xz` made of a journal: that is how published ones are kept.
+    A file that ends in .xz is read as what `xz` made of a journal: that is how published ones are
+    kept.
     """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
@@ -324,7 +371,9 @@ def read(path: str | os.PathLike[str]) -> tuple[Run, list[Record]]:
         data = path.read_bytes()
         data = lzma.decompress(data) if path.suffix == ".xz" else data
     except lzma.LZMAError as e:
-        raise JournalError(f"{path}: not a whole xz file ({e}); fetch it again, or pass the journal itself") from e
+        raise JournalError(
+            f"{path}: not a whole xz file ({e}); fetch it again, or pass the journal itself"
+        ) from e
     except OSError as e:
         raise JournalError(f"{path}: {_why(e)}; {_ACCEPTED}") from e
     return _parse(_whole(data, path), path)
@@ -346,7 +395,9 @@ def tried(records: Iterable[Record]) -> set[Problem]:
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """The records without those that a later one of the same object, check or cell replaces; a failed trial stays, whatever others do."""
+    """The records without those that a later one of the same object, check or cell replaces; a
+    failed trial stays, whatever others do.
+    """
     last: dict[object, Record] = {}
     for record in records:
         last[_subject(record)] = record
@@ -364,12 +415,16 @@ def _subject(record: Record) -> object:
 def encode(record: Any) -> bytes:
     """The line of a record."""
     if isinstance(record, Trial):
-        record = msgspec.structs.replace(record, samples_us=[round(x, 3) for x in record.samples_us])
+        record = msgspec.structs.replace(
+            record, samples_us=[round(x, 3) for x in record.samples_us]
+        )
     try:
         return msgspec.json.encode(record) + b"\n"
     except UnicodeEncodeError:  # a compiler's output and a command line need not be text
         fields = msgspec.structs.asdict(record).items()
-        texts = {name: v.encode("utf-8", "replace").decode() for name, v in fields if isinstance(v, str)}
+        texts = {
+            name: v.encode("utf-8", "replace").decode() for name, v in fields if isinstance(v, str)
+        }
         return msgspec.json.encode(msgspec.structs.replace(record, **texts)) + b"\n"
 
 
@@ -397,12 +452,20 @@ def _parse(data: bytes, path: Path) -> tuple[Run, list[Record]]:
             if number == 1:
                 _refuse_others(data, path)
             try:
-                strict.decode(line, Run | Build | Check | Trial | Cell, f"{path}: line {number}", JournalError)
+                strict.decode(
+                    line, Run | Build | Check | Trial | Cell, f"{path}: line {number}", JournalError
+                )
             except JournalError as e:
-                cut = ", or cut this line out and what it recorded is done again" if number > 1 else ""
+                cut = (
+                    ", or cut this line out and what it recorded is done again"
+                    if number > 1
+                    else ""
+                )
                 raise JournalError(f"{e}; restore the file{cut}") from None
         if isinstance(records[-1], Run) != (number == 1):
-            raise JournalError(f"{path}: line {number}: a run's header must be the first line and no other")
+            raise JournalError(
+                f"{path}: line {number}: a run's header must be the first line and no other"
+            )
     return records[0], records[1:]
 
 
@@ -415,23 +478,31 @@ def _whole(data: bytes, path: Path) -> bytes:
 
 
 def _refuse_others(data: bytes, path: Path) -> None:
-    """JournalError for a file of which no line begins as a record: to cut out lines, or to go on in it, would destroy it."""
+    """JournalError for a file of which no line begins as a record: to cut out lines, or to go on in
+    it, would destroy it.
+    """
     if not _LINE.search(data) and not b'{"kind":"run"'.startswith(data):
         begins = strict.short(data[:200].partition(b"\n")[0].decode(errors="replace"))
         raise JournalError(
-            f"{path} is no journal: it begins with {begins}, and a journal with its run's header; {_ACCEPTED}"
+            f"{path} is no journal: it begins with {begins}, and a journal with its run's header;"
+            f" {_ACCEPTED}"
         )
 
 
 def _identity(run: Run) -> dict[str, str]:
-    """What must be equal for samples of two processes to stand in one journal, by the name that a user knows it by."""
+    """What must be equal for samples of two processes to stand in one journal, by the name that a
+    user knows it by.
+    """
     d = run.device  # less its peak: a measured one differs from run to run
     return {
         "command": f"gdntune {made_by(run)}",
         "config": run.config,
         **({} if run.rounds is msgspec.UNSET else {"rounds": str(run.rounds)}),
         _CONTENT: f"sha256 {run.config_sha256[:16]}",
-        "device": f"{d.name}, {d.arch}, {d.sm_count} SMs, {d.l2_bytes} bytes of L2, {d.memory_bytes} of memory",
+        "device": (
+            f"{d.name}, {d.arch}, {d.sm_count} SMs, {d.l2_bytes} bytes of L2, {d.memory_bytes} of"
+            " memory"
+        ),
         **run.policy,
         **{f"code of {name}": code for name, code in run.kernels.items()},
         **run.software,
@@ -439,20 +510,26 @@ def _identity(run: Run) -> dict[str, str]:
 
 
 def _differences(there: Run, here: Run) -> Iterator[str]:
-    """What keeps the samples of two runs apart, each with how a user asks for it; `there` is the journal's header."""
+    """What keeps the samples of two runs apart, each with how a user asks for it; `there` is the
+    journal's header.
+    """
     old, new = _identity(there), _identity(here)
     # older journals have no rounds, and a policy may be known later
     names = [
         n
         for n in old | new
-        if old.get(n) != new.get(n) and (n not in ("rounds", "timer", "l2") or n in old.keys() & new)
+        if old.get(n) != new.get(n)
+        and (n not in ("rounds", "timer", "l2") or n in old.keys() & new)
     ]
     for name in names:
         if not any(name.startswith(_FOLLOWS.get(other, ())) for other in names if other != name):
             how = next((asked for start, asked in _ASKED.items() if name.startswith(start)), "")
             if name == "rounds" and made_by(here) == "bench":
                 how = f"--rounds, or {how}"
-            yield f"{name}: {old.get(name, 'none')} in the journal, {new.get(name, 'none')} now{how and f' ({how})'}"
+            yield (
+                f"{name}: {old.get(name, 'none')} in the journal, {new.get(name, 'none')}"
+                f" now{how and f' ({how})'}"
+            )
 
 
 class _Holder(msgspec.Struct, frozen=True):
@@ -471,10 +548,14 @@ def _acquire(folder: Path) -> filelock.BaseFileLock:
             holder = f"process {h.pid} on {h.host}, since {h.since}"
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             holder = "another process"  # it has not said yet who it is
-        raise Locked(f"{folder}: in use by {holder}; wait for it, end it, or choose another folder") from None
+        raise Locked(
+            f"{folder}: in use by {holder}; wait for it, end it, or choose another folder"
+        ) from None
     try:
         temporary = folder / f"{HOLDER}.new"
-        temporary.write_bytes(msgspec.json.encode(_Holder(os.getpid(), socket.gethostname(), now())))
+        temporary.write_bytes(
+            msgspec.json.encode(_Holder(os.getpid(), socket.gethostname(), now()))
+        )
         os.replace(temporary, folder / HOLDER)
     except BaseException:
         lock.release()

@@ -1,4 +1,6 @@
-"""What a table is worth: derived anew from journals, and judged on samples that it was not derived from. Needs no device."""
+"""What a table is worth: derived anew from journals, and judged on samples that it was not derived
+from. Needs no device.
+"""
 
 import fnmatch
 import math
@@ -45,24 +47,33 @@ def replay(
 ) -> Replayed:
     """The table that a journal gives, by file or folder: that which its sweep wrote.
 
-    regret: instead of the header's; journals of older versions have none, and 1% counts. without: patterns of variants' ids that are
-    taken as never timed. keep_default: a tie leaves the default rule's variant as installed, also where the header says otherwise.
-    UnsupportedProblem for a pattern that fits no variant, JournalError where no cell keeps a choice.
+    regret: instead of the header's; journals of older versions have none, and 1% counts. without:
+        patterns of variants' ids that are
+    taken as never timed. keep_default: a tie leaves the default rule's variant as installed, also
+    where the header says otherwise.
+    UnsupportedProblem for a pattern that fits no variant, JournalError where no cell keeps a
+    choice.
     """
     run, records = journal.read(path)
-    timed = {r.variant.id: r.variant for r in records if isinstance(r, Trial) and r.role == "decode"}
+    timed = {
+        r.variant.id: r.variant for r in records if isinstance(r, Trial) and r.role == "decode"
+    }
     for pattern in without:
         if not fnmatch.filter(timed, pattern):
             some = ", ".join(sorted(timed)[:3])
             raise UnsupportedProblem(
-                f"without-variants {pattern!r} fits none of {len(timed)} variants: accepted are patterns such as *.tv8.* "
-                f"of ids such as {some}"
+                f"without-variants {pattern!r} fits none of {len(timed)} variants: accepted are"
+                f" patterns such as *.tv8.* of ids such as {some}"
             )
 
     def admits(name: str) -> bool:
         return not any(fnmatch.fnmatchcase(name, pattern) for pattern in without)
 
-    rule = (lambda contract, work_units: default_id(contract, work_units, run.device) or "") if keep_default else None
+    rule = (
+        (lambda contract, work_units: default_id(contract, work_units, run.device) or "")
+        if keep_default
+        else None
+    )
     table = derive(records, run, regret=regret, default=rule, admits=admits if without else None)
     notes = []
     if without:
@@ -71,7 +82,8 @@ def replay(
         notes.append(f"{left_out} of {len(timed)} variants were left out")
         if lost:
             notes.append(
-                f"{lost} cells have no choice, since all their leaders were left out: their neighbours' holds there"
+                f"{lost} cells have no choice, since all their leaders were left out: their"
+                " neighbours' holds there"
             )
     return Replayed(table, run, notes)
 
@@ -80,7 +92,9 @@ def replay(
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A choice at a cell and what it loses there. regret: None, with basis `none`, where the variant has no times there."""
+    """A choice at a cell and what it loses there. regret: None, with basis `none`, where the
+    variant has no times there.
+    """
 
     variant: str | None
     regret: float | None
@@ -91,7 +105,9 @@ NOT_TIMED = Choice(None, None, "none")
 
 
 class JudgedCell(msgspec.Struct, frozen=True):
-    """A cell of the journal: its best variant with its mean, and what the table, the default rule and FlashInfer's thresholds choose."""
+    """A cell of the journal: its best variant with its mean, and what the table, the default rule
+    and FlashInfer's thresholds choose.
+    """
 
     contract: str
     work_units: int
@@ -103,7 +119,9 @@ class JudgedCell(msgspec.Struct, frozen=True):
 
 
 class Total(msgspec.Struct, frozen=True):
-    """Choices at many cells. screened: judged by the screen alone. beyond_tie: regret above the larger of 1% and 32 ns."""
+    """Choices at many cells. screened: judged by the screen alone. beyond_tie: regret above the
+    larger of 1% and 32 ns.
+    """
 
     cells: int
     judged: int
@@ -114,9 +132,11 @@ class Total(msgspec.Struct, frozen=True):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """A table, or what was derived, judged on those of a journal's cells that it has a rule for. `about` says which table, and on what.
+    """A table, or what was derived, judged on those of a journal's cells that it has a rule for.
+    `about` says which table, and on what.
 
-    flashinfer: of our variants those that are nearest to what FlashInfer's thresholds name, see `flashinfer_rule`. without_rule: the
+    flashinfer: of our variants those that are nearest to what FlashInfer's thresholds name, see
+        `flashinfer_rule`. without_rule: the
     journal's other cells, which the default rule serves.
     """
 
@@ -129,28 +149,44 @@ class Judgement(msgspec.Struct, frozen=True):
     without_rule: int = 0
 
     def above(self, limit: float) -> list[JudgedCell]:
-        """The cells whose regret is above the larger of `limit` and 32 ns, or that could not be judged."""
-        return [c for c in self.cells if c.table.regret is None or beyond(c.best_us, c.table.regret, limit)]
+        """The cells whose regret is above the larger of `limit` and 32 ns, or that could not be
+        judged.
+        """
+        return [
+            c
+            for c in self.cells
+            if c.table.regret is None or beyond(c.best_us, c.table.regret, limit)
+        ]
 
 
 def judge(
-    table: Table, records: Sequence[Record], run: Run, *, only: Collection[Problem] | None = None, about: str = ""
+    table: Table,
+    records: Sequence[Record],
+    run: Run,
+    *,
+    only: Collection[Problem] | None = None,
+    about: str = "",
 ) -> Judgement:
     """The regret of a table, and of the default rule, at a journal's cells, or at those of `only`.
 
-    At each cell the best is the least mean of the final samples there. A choice that was no leader is judged by the screen's
-    medians against the best's, one that was not timed not at all, and both are counted. Contracts that the runtime would find no
-    rule for are not judged: what serves them is the default rule, which is no word of the table's. Raises UnsupportedProblem where
+    At each cell the best is the least mean of the final samples there. A choice that was no leader
+    is judged by the screen's medians against the best's, one that was not timed not at all, and
+    both are counted. Contracts that the runtime would find no
+    rule for are not judged: what serves them is the default rule, which is no word of the table's.
+        Raises UnsupportedProblem where
     none is left, or the table is of another kind of device.
     """
     if table.device.kind != run.device.kind:
         raise UnsupportedProblem(
-            f"{about or 'the table'} was measured on {table.device.name}, of kind {table.device.kind}, the journal on {run.device.name}: "
-            f"accepted is a table of kind {run.device.kind}"
+            f"{about or 'the table'} was measured on {table.device.name}, of kind"
+            f" {table.device.kind}, the journal on {run.device.name}: accepted is a table of kind"
+            f" {run.device.kind}"
         )
     cells = by_work_units(c for c in timed_cells(records) if only is None or c.problem in only)
     if not cells:
-        raise UnsupportedProblem("no cell to judge on: accepted are journals with final samples of checked variants")
+        raise UnsupportedProblem(
+            "no cell to judge on: accepted are journals with final samples of checked variants"
+        )
     found: list[JudgedCell] = []
     unserved: dict[Contract, int] = {}
     for contract, timed in sorted(cells.items()):
@@ -174,14 +210,15 @@ def judge(
     without = sum(unserved.values())
     if not found:
         raise UnsupportedProblem(
-            f"{about or 'the table'} has no rule for any of the journal's {without} cells ({_such_as(unserved)}): the default rule serves "
-            f"them, and there is nothing to judge; accepted is a journal of its own contracts ({_such_as(r.when for r in table.rules)})"
+            f"{about or 'the table'} has no rule for any of the journal's {without} cells"
+            f" ({_such_as(unserved)}): the default rule serves them, and there is nothing to judge;"
+            f" accepted is a journal of its own contracts ({_such_as(r.when for r in table.rules)})"
         )
     notes = _notes(table, run)
     if without:
         notes.append(
-            f"the table has no rule for {without} of the journal's {without + len(found)} cells ({_such_as(unserved)}): the default rule "
-            "serves them, and they are not judged here"
+            f"the table has no rule for {without} of the journal's {without + len(found)} cells"
+            f" ({_such_as(unserved)}): the default rule serves them, and they are not judged here"
         )
     return msgspec.structs.replace(judgement(about, found, notes), without_rule=without)
 
@@ -193,20 +230,33 @@ def _such_as(contracts: Iterable[Contract]) -> str:
 
 
 def held_out(records: Sequence[Record], run: Run) -> Judgement:
-    """A journal's own table, judged at the cells that its sweep held out; UnsupportedProblem where it has none."""
+    """A journal's own table, judged at the cells that its sweep held out; UnsupportedProblem where
+    it has none.
+    """
     aside = set(marked(records))
     if not aside:
         raise UnsupportedProblem(
-            "the journal has no held-out cells: accepted are one of a config with search.held_out, TABLE JOURNAL, or --hold-out "
-            "every-second"
+            "the journal has no held-out cells: accepted are one of a config with search.held_out,"
+            " TABLE JOURNAL, or --hold-out every-second"
         )
-    return judge(derive(records, run), records, run, only=aside, about="the table at the sweep's held-out cells")
+    return judge(
+        derive(records, run),
+        records,
+        run,
+        only=aside,
+        about="the table at the sweep's held-out cells",
+    )
 
 
 def judgement(about: str, found: Sequence[JudgedCell], notes: Sequence[str] = ()) -> Judgement:
     """Judged cells with their totals."""
     return Judgement(
-        about, total(found, "table"), total(found, "default"), total(found, "flashinfer"), tuple(found), tuple(notes)
+        about,
+        total(found, "table"),
+        total(found, "default"),
+        total(found, "flashinfer"),
+        tuple(found),
+        tuple(notes),
     )
 
 
@@ -227,20 +277,28 @@ def total(cells: Sequence[JudgedCell], whose: Literal["table", "default", "flash
 
 
 def flashinfers(cell: Timed, device: Device) -> str | None:
-    """Of the variants that were timed at a cell the one that FlashInfer's thresholds come nearest to."""
-    return flashinfer_rule.nearest(cell.problem.contract, cell.work_units, device.sm_count, cell.variants())
+    """Of the variants that were timed at a cell the one that FlashInfer's thresholds come nearest
+    to.
+    """
+    return flashinfer_rule.nearest(
+        cell.problem.contract, cell.work_units, device.sm_count, cell.variants()
+    )
 
 
 def judged(cell: Timed, name: str | None) -> Choice:
     """A choice at a cell with what it loses there."""
     found = cell.judged(name) if name is not None else None
-    return Choice(name, None, "none") if found is None else Choice(name, round(found[0], 6), found[1])
+    return (
+        Choice(name, None, "none") if found is None else Choice(name, round(found[0], 6), found[1])
+    )
 
 
 def _rule(table: Table, contract: Contract, device: Device) -> Callable[[int], str] | None:
-    """What a table names at some work units, by the nearest rule whose variants can all serve the contract, as at run time.
+    """What a table names at some work units, by the nearest rule whose variants can all serve the
+    contract, as at run time.
 
-    None where there is no such rule. The contract's own counts whatever is installed: it says what was chosen for these samples.
+    None where there is no such rule. The contract's own counts whatever is installed: it says what
+    was chosen for these samples.
     """
     for rule in table.ranked(contract):
         own = all(getattr(rule.when, name) == getattr(contract, name) for name in TUNING)
@@ -252,7 +310,9 @@ def _rule(table: Table, contract: Contract, device: Device) -> Callable[[int], s
 def _serves(table: Table, name: str, contract: Contract, device: Device) -> bool:
     variant = table.variant(name)
     try:
-        return kernels.get(variant.kernel).device == device.kind and not kernels.refuse(contract, variant)
+        return kernels.get(variant.kernel).device == device.kind and not kernels.refuse(
+            contract, variant
+        )
     except LookupError:
         return False
 
@@ -271,9 +331,13 @@ def _notes(table: Table, run: Run) -> list[str]:
     if table.device.name != run.device.name:
         notes.append(f"the table is of {table.device.name}, the samples of {run.device.name}")
     if table.policy != run.policy:
-        policies = (", ".join(f"{k} {v}" for k, v in sorted(p.items())) for p in (table.policy, run.policy))
+        policies = (
+            ", ".join(f"{k} {v}" for k, v in sorted(p.items())) for p in (table.policy, run.policy)
+        )
         notes.append("the table was made under {}, the samples under {}".format(*policies))
-    if changed := sorted(name for name, was in table.kernels.items() if run.kernels.get(name) != was):
+    if changed := sorted(
+        name for name, was in table.kernels.items() if run.kernels.get(name) != was
+    ):
         notes.append(f"the code of {', '.join(changed)} is not the same for table and samples")
     return notes
 
@@ -284,9 +348,10 @@ def _notes(table: Table, run: Run) -> list[str]:
 def hold_out_every_second(records: Sequence[Record], run: Run) -> Judgement:
     """Each cell judged by a table that was derived without it.
 
-    Of a contract's cells, by work units, every second one is left out, a table is derived from the others, and judged on those left
-    out; then the same with the other half. The first and the last cell always stay, so that nothing is judged beyond what was tuned.
-    The tables have half the cells that the sweep's has, so they lose more in between than the sweep's own does.
+    Of a contract's cells, by work units, every second one is left out, a table is derived from the
+    others, and judged on those left out; then the same with the other half. The first and the last
+    cell always stay, so that nothing is judged beyond what was tuned. The tables have half the
+    cells that the sweep's has, so they lose more in between than the sweep's own does.
     """
     aside = set(marked(records))
     cells = by_work_units(c for c in timed_cells(records) if c.problem not in aside)
@@ -298,12 +363,16 @@ def hold_out_every_second(records: Sequence[Record], run: Run) -> Judgement:
             for i, cell in enumerate(timed)
             if 0 < i < len(timed) - 1 and i % 2 == parity
         }
-        problems = {p for p in passes(records) if p not in aside and (p.contract, p.work_units) in held}
+        problems = {
+            p for p in passes(records) if p not in aside and (p.contract, p.work_units) in held
+        }
         if problems:
             table = derive(records, run, held_out=problems)
             found += judge(table, records, run, only=problems).cells
     if not found:
-        raise UnsupportedProblem("no contract has three cells or more: every second one cannot be held out")
+        raise UnsupportedProblem(
+            "no contract has three cells or more: every second one cannot be held out"
+        )
     found.sort(key=lambda c: (c.contract, c.work_units))
     return judgement("tables derived from every second work unit, judged on those between", found)
 
@@ -315,9 +384,10 @@ def replay_words(found: Replayed) -> str:
     """A replayed table in a line."""
     e = found.table.evidence
     return (
-        f"{e.config}, {e.started}: {len(found.table.rules)} rules, "
-        f"{sum(len(r.intervals) for r in found.table.rules)} intervals, {len(found.table.variants)} variants; "
-        f"regret {e.regret_mean:.2%} on average, {e.regret_max:.2%} at most at {e.cells} cells"
+        f"{e.config}, {e.started}: {len(found.table.rules)} rules,"
+        f" {sum(len(r.intervals) for r in found.table.rules)} intervals,"
+        f" {len(found.table.variants)} variants; regret {e.regret_mean:.2%} on average,"
+        f" {e.regret_max:.2%} at most at {e.cells} cells"
     )
 
 
@@ -328,12 +398,27 @@ def judgement_document(found: Judgement, source: str) -> Document:
         contracts.setdefault(cell.contract, []).append(cell)
     rows = [(name, *_total_row(cells)) for name, cells in contracts.items()]
     rows.append(("all", *_total_row(found.cells)))
-    worst = sorted(found.cells, key=lambda c: -(c.table.regret if c.table.regret is not None else math.inf))
+    worst = sorted(
+        found.cells, key=lambda c: -(c.table.regret if c.table.regret is not None else math.inf)
+    )
     blocks: list[Block] = [
         Text(f"Regret of {found.about}, in % of the best mean at each cell."),
         Grid("", ("choices", "cells", "mean", "max", "beyond tie"), tuple(_rules(found))),
         Bullets((*_caveats(found), *found.notes)),
-        Grid("", ("contract", "cells", "mean", "max", "beyond tie", "default: mean", "max", "beyond tie"), tuple(rows)),
+        Grid(
+            "",
+            (
+                "contract",
+                "cells",
+                "mean",
+                "max",
+                "beyond tie",
+                "default: mean",
+                "max",
+                "beyond tie",
+            ),
+            tuple(rows),
+        ),
     ]
     return Document(
         source,
@@ -357,7 +442,8 @@ def _caveats(found: Judgement) -> list[str]:
     said = ["beyond tie: cells whose regret is above the larger of 1% and 32 ns"]
     if found.flashinfer.cells:
         said.append(
-            "FlashInfer's thresholds: of the variants timed here the one nearest to the knobs that FlashInfer 0.7.2 would take"
+            "FlashInfer's thresholds: of the variants timed here the one nearest to the knobs that"
+            " FlashInfer 0.7.2 would take"
         )
     for whose, t in (
         ("the table's choice", found.table),
@@ -365,7 +451,10 @@ def _caveats(found: Judgement) -> list[str]:
         ("that of FlashInfer's thresholds", found.flashinfer),
     ):
         if t.screened:
-            said.append(f"{t.screened} cells where {whose} was no leader are judged by the screen's few samples")
+            said.append(
+                f"{t.screened} cells where {whose} was no leader are judged by the screen's few"
+                " samples"
+            )
         if t.judged < t.cells:
             said.append(f"{t.cells - t.judged} cells where {whose} was not timed are not judged")
     return said
@@ -394,7 +483,16 @@ def _cells_grid(cells: Sequence[JudgedCell]) -> Grid:
         )
         for c in cells
     )
-    headers = ("contract", "choice", "work units", "best us", "regret %", "by", "default %", "FlashInfer's %")
+    headers = (
+        "contract",
+        "choice",
+        "work units",
+        "best us",
+        "regret %",
+        "by",
+        "default %",
+        "FlashInfer's %",
+    )
     return Grid("", headers, rows, left=2)
 
 

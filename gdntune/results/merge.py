@@ -15,7 +15,9 @@ from gdntune.results.table import Origin, Rule, Table, TableVariant
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Work units `first` to `last` (None: without end) of a contract where A and B choose otherwise; None: no rule there."""
+    """Work units `first` to `last` (None: without end) of a contract where A and B choose
+    otherwise; None: no rule there.
+    """
 
     contract: str
     first: int
@@ -25,14 +27,18 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Differences(msgspec.Struct, frozen=True):
-    """choices: where they differ. about: what else the tables differ in, such as device, policy and versions."""
+    """choices: where they differ. about: what else the tables differ in, such as device, policy and
+    versions.
+    """
 
     choices: tuple[Difference, ...]
     about: tuple[str, ...]
 
 
 def diff(a: Table, b: Table) -> Differences:
-    """In what two tables differ. Variants are equal where kernel and knobs are, whatever they are called."""
+    """In what two tables differ. Variants are equal where kernel and knobs are, whatever they are
+    called.
+    """
     rules = [{rule.when: rule for rule in t.rules} for t in (a, b)]
     found: list[Difference] = []
     for contract in sorted(rules[0].keys() | rules[1].keys()):
@@ -41,7 +47,9 @@ def diff(a: Table, b: Table) -> Differences:
     return Differences(tuple(found), tuple(_about(a, b)))
 
 
-def _rule_differences(key: str, a: Table, mine: Rule | None, b: Table, theirs: Rule | None) -> Iterator[Difference]:
+def _rule_differences(
+    key: str, a: Table, mine: Rule | None, b: Table, theirs: Rule | None
+) -> Iterator[Difference]:
     starts = sorted({i.first for rule in (mine, theirs) if rule for i in rule.intervals})
     spans: list[Difference] = []
     for first, after in zip(starts, [*starts[1:], None], strict=True):
@@ -70,7 +78,9 @@ def _about(a: Table, b: Table) -> Iterator[str]:
             if one.get(name) != two.get(name):
                 yield f"{what} {name}: {one.get(name, 'none')}, {two.get(name, 'none')}"
     if a.evidence != b.evidence:
-        yield "journals: " + ", ".join(f"{o.config} of {o.started}" for o in (a.evidence, b.evidence))
+        yield "journals: " + ", ".join(
+            f"{o.config} of {o.started}" for o in (a.evidence, b.evidence)
+        )
 
 
 def _device(device: Device) -> Device:
@@ -81,13 +91,19 @@ def _device(device: Device) -> Device:
 def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) -> Table:
     """One table with the rules of both, sorted by contract.
 
-    Device and policy must be the same, and the code of each kernel that both name: otherwise their times do not stand side by
-    side. A contract whose choices differ is refused, unless `prefer` says whose rule counts; where the choices agree, the
-    first's evidence, or the preferred one's, is kept. `evidence.sources` holds what each table said of itself. Raises TableError.
+    Device and policy must be the same, and the code of each kernel that both name: otherwise their
+        times do not stand side by
+    side. A contract whose choices differ is refused, unless `prefer` says whose rule counts; where
+    the choices agree, the
+    first's evidence, or the preferred one's, is kept. `evidence.sources` holds what each table said
+    of itself. Raises TableError.
     """
     faults = []
     if _device(a.device) != _device(b.device):
-        faults.append(f"one is of {a.device.name} ({a.device.arch}), the other of {b.device.name} ({b.device.arch})")
+        faults.append(
+            f"one is of {a.device.name} ({a.device.arch}), the other of {b.device.name}"
+            f" ({b.device.arch})"
+        )
     if a.policy != b.policy:
         policies = [", ".join(f"{k} {v}" for k, v in sorted(t.policy.items())) for t in (a, b)]
         faults.append(f"one was made under {policies[0]}, the other under {policies[1]}")
@@ -102,15 +118,24 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
         if a.variants[name] != b.variants[name]
     ]
     if faults:
-        raise TableError(f"not merged: {'; '.join(faults)}; sweep again, so that both are measured alike")
-    conflicts = sorted({d.contract for d in diff(a, b).choices if d.a is not None and d.b is not None})
+        raise TableError(
+            f"not merged: {'; '.join(faults)}; sweep again, so that both are measured alike"
+        )
+    conflicts = sorted(
+        {d.contract for d in diff(a, b).choices if d.a is not None and d.b is not None}
+    )
     if conflicts and prefer is None:
         raise TableError(
-            f"not merged: the tables choose otherwise for {listed(conflicts)}; say whose rule counts: --prefer first or "
-            "--prefer second (`gdntune table diff` shows where)"
+            f"not merged: the tables choose otherwise for {listed(conflicts)}; say whose rule"
+            " counts: --prefer first or --prefer second (`gdntune table diff` shows where)"
         )
     over, under = (b, a) if prefer == "second" else (a, b)
-    rules = [r for _, r in sorted(({r.when: r for r in under.rules} | {r.when: r for r in over.rules}).items())]
+    rules = [
+        r
+        for _, r in sorted(
+            ({r.when: r for r in under.rules} | {r.when: r for r in over.rules}).items()
+        )
+    ]
     named: dict[str, Variant] = {}
     for rule in rules:
         for i in rule.intervals:
@@ -130,14 +155,17 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
 
 def _joined(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
     """Versions by name; where two were used, both."""
-    both = {name: sorted({x for d in (a, b) for x in d.get(name, "").split(", ") if x}) for name in {**a, **b}}
+    both = {
+        name: sorted({x for d in (a, b) for x in d.get(name, "").split(", ") if x})
+        for name in {**a, **b}
+    }
     return {name: ", ".join(versions) for name, versions in both.items()}
 
 
 def _origin(a: Table, b: Table, rules: list[Rule]) -> Origin:
     sources: list[Origin] = []
     for o in (a.evidence, b.evidence):
-        sources += [s for s in (o.sources or (o,)) if s not in sources]
+        sources += [s for s in o.sources or (o,) if s not in sources]
     if len(sources) == 1:
         return sources[0]
     losses = [e.regret for rule in rules for i in rule.intervals for e in i.evidence]
@@ -177,7 +205,11 @@ def diff_document(found: Differences, title: str) -> Document:
     """Where two tables choose otherwise, and what else they differ in."""
     n = len(found.choices)
     contracts = len({d.contract for d in found.choices})
-    text = f"{n} spans of work units in {contracts} contracts are served otherwise." if n else "The choices are equal."
+    text = (
+        f"{n} spans of work units in {contracts} contracts are served otherwise."
+        if n
+        else "The choices are equal."
+    )
     blocks: list[Block] = [Text(text)]
     if found.about:
         blocks.append(Bullets(found.about))

@@ -1,6 +1,8 @@
-"""The dispatch table: for each contract, intervals of work units, each with its variant and the evidence. Read, checked, asked, saved.
+"""The dispatch table: for each contract, intervals of work units, each with its variant and the
+evidence. Read, checked, asked, saved.
 
-A table is data: JSON that is validated whole before any of it is used. It can be wrong, it cannot be dangerous.
+A table is data: JSON that is validated whole before any of it is used. It can be wrong, it cannot
+    be dangerous.
 """
 
 import bisect
@@ -27,7 +29,8 @@ Micros = Annotated[float, msgspec.Meta(gt=0)]
 
 # Without these equal a variant's tile and vector sizes mean something else, so a rule says nothing.
 _REQUIRED = ("op", "K", "V", "layout")
-# What decides time, the first the most; the other fields (dtypes of small tensors, gate and beta) are not looked at for an exact match.
+# What decides time, the first the most; the other fields (dtypes of small tensors, gate and beta)
+# are not looked at for an exact match.
 _NEARNESS = ("state_dtype", "intermediate", "mode", "tokens", "ragged", "pool", "accepted")
 TUNING = _REQUIRED + _NEARNESS
 # How a journal begins, or one that xz packed.
@@ -36,10 +39,13 @@ _INDIFFERENT = tuple(name for name in Contract.__struct_fields__ if name not in 
 
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The interval's variant as measured at one cell inside it. Times are medians but for mean_us, on which choices are made.
+    """The interval's variant as measured at one cell inside it. Times are medians but for mean_us,
+    on which choices are made.
 
-    regret: mean_us over the best variant's mean, less 1. runner_up: of the other variants timed to the end, the fastest.
-    floor_us: the best floor kernel, same run. sol: share of the DRAM's peak. status: what bounds the cell.
+    regret: mean_us over the best variant's mean, less 1. runner_up: of the other variants timed to
+        the end, the fastest.
+    floor_us: the best floor kernel, same run. sol: share of the DRAM's peak. status: what bounds
+        the cell.
     """
 
     work_units: WorkUnits
@@ -56,8 +62,12 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: Bound | None = None
 
 
-class Interval(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"first": "from", "last": "to"}):
-    """From `first` to `last` work units, both included, `variant` is called; `last` None: without end."""
+class Interval(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"first": "from", "last": "to"}
+):
+    """From `first` to `last` work units, both included, `variant` is called; `last` None: without
+    end.
+    """
 
     first: WorkUnits
     last: WorkUnits | None
@@ -73,7 +83,9 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def at(self, work_units: int) -> Interval:
         """The interval that work_units >= 1 falls into."""
-        return self.intervals[bisect.bisect_right(self.intervals, work_units, key=lambda i: i.first) - 1]
+        return self.intervals[
+            bisect.bisect_right(self.intervals, work_units, key=lambda i: i.first) - 1
+        ]
 
 
 class TableVariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,11 +96,14 @@ class TableVariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a table comes from. failures: by kind of record. regret_max, regret_mean: over the measured cells, shares.
+    """Where a table comes from. failures: by kind of record. regret_max, regret_mean: over the
+    measured cells, shares.
 
-    held_out_*: at cells that were timed but had no part in the choice; `held_out_cells` of 0: none were. held_out_regret_mean: absent
+    held_out_*: at cells that were timed but had no part in the choice; `held_out_cells` of 0: none
+        were. held_out_regret_mean: absent
     where there is none, or an older version wrote.
-    sources: of a merged table, what each was; its own trials and failures are their sums, its cells and regrets those of the rules
+    sources: of a merged table, what each was; its own trials and failures are their sums, its cells
+        and regrets those of the rules
     that it has, its journal_sha256 the SHA-256 of theirs, a line each.
     """
 
@@ -104,14 +119,16 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_out_cells: int = 0
     held_out_regret_max: float | None = None
     held_out_regret_mean: float | msgspec.UnsetType = msgspec.UNSET
-    # Left out of the JSON where it is unset, so that a sweep's table stays what it was before there were merged ones.
+    # Left out of the JSON where it is unset, so that a sweep's table stays what it was before there
+    # were merged ones.
     sources: tuple["Origin", ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A dispatch table. Made by `load`, `validate` or `derive.derive`.
 
-    software, policy: as in the journal's header. kernels: the fingerprint of each kernel that a variant names.
+    software, policy: as in the journal's header. kernels: the fingerprint of each kernel that a
+        variant names.
     """
 
     schema: Literal["gdntune.table/1"]
@@ -131,14 +148,17 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def ranked(self, contract: Contract) -> list[Rule]:
         """The rules that could serve a contract, the nearest first.
 
-        Op, K, V, layout and the state's item size must agree. Then the order is: state_dtype, intermediate, mode, the ratio
-        of tokens, ragged, pool, accepted; then how many of the fields that hardly matter differ; then the table's order.
+        Op, K, V, layout and the state's item size must agree. Then the order is: state_dtype,
+        intermediate, mode, the ratio of tokens, ragged, pool, accepted; then how many of the fields
+        that hardly matter differ; then the table's order.
         """
         served = [r for r in self.rules if _could_serve(r.when, contract)]
         return sorted(served, key=lambda r: _distance(r.when, contract))
 
     def find(self, contract: Contract, work_units: int) -> tuple[Rule, Interval] | None:
-        """The nearest rule and its interval; None where no rule is near. UnsupportedProblem for work units below 1."""
+        """The nearest rule and its interval; None where no rule is near. UnsupportedProblem for
+        work units below 1.
+        """
         _check_work_units(work_units)
         ranked = self.ranked(contract)
         return (ranked[0], ranked[0].at(work_units)) if ranked else None
@@ -155,7 +175,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if found is None:
             near = ", ".join(f"{name}={getattr(contract, name)}" for name in _REQUIRED)
             reason = (
-                f"no rule for {near} and a {ITEMSIZE[contract.state_dtype]}-byte state: the kernel's default is used"
+                f"no rule for {near} and a {ITEMSIZE[contract.state_dtype]}-byte state: the"
+                " kernel's default is used"
             )
             return {**asked, "match": "none", "variant": None, "reason": reason}
         rule, interval = found
@@ -165,8 +186,14 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if getattr(contract, name) != getattr(rule.when, name)
         }
         chosen = self.variants[interval.variant]
-        seen = min(interval.evidence, key=lambda e: abs(math.log(e.work_units / work_units)), default=None)
-        reason = "the contract's own rule" if not differs else f"the nearest rule, which differs in {listed(differs)}"
+        seen = min(
+            interval.evidence, key=lambda e: abs(math.log(e.work_units / work_units)), default=None
+        )
+        reason = (
+            "the contract's own rule"
+            if not differs
+            else f"the nearest rule, which differs in {listed(differs)}"
+        )
         if seen is None:
             reason += "; nothing was measured in this interval"
         else:
@@ -176,7 +203,10 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 else f"at the nearest measured cell ({seen.work_units} work units)"
             )
             # A regret is of means, which decide; the runner-up has a median alone.
-            reason += f"; {at} its mean is {seen.mean_us:.4g} us, {seen.regret:.1%} over the best mean; medians: {seen.time_us:.4g} us"
+            reason += (
+                f"; {at} its mean is {seen.mean_us:.4g} us, {seen.regret:.1%} over the best mean;"
+                f" medians: {seen.time_us:.4g} us"
+            )
             if seen.runner_up is not None and seen.runner_up_us is not None:
                 reason += f", of the next ({seen.runner_up}) {seen.runner_up_us:.4g} us"
         return {
@@ -198,21 +228,28 @@ def load(path: str | os.PathLike[str]) -> Table:
     """The table in a file; TableError where it cannot be read or trusted."""
     if os.path.isdir(path):
         raise TableError(
-            f"{path} is a folder, a table is wanted: give the file, {Path(path) / 'table.json'} if a sweep wrote it"
+            f"{path} is a folder, a table is wanted: give the file, {Path(path) / 'table.json'} if"
+            " a sweep wrote it"
         )
     try:
         data = Path(path).read_bytes()
     except (OSError, ValueError) as e:
         raise TableError(
-            f"{path}: {getattr(e, 'strerror', None) or e}; accepted is a JSON file that `gdntune sweep` wrote"
+            f"{path}: {getattr(e, 'strerror', None) or e}; accepted is a JSON file that `gdntune"
+            " sweep` wrote"
         ) from e
     if data.startswith(_JOURNALS):
-        raise TableError(f"{path} is a journal, a table is wanted: `gdntune replay {path} -o table.json` makes its own")
+        raise TableError(
+            f"{path} is a journal, a table is wanted: `gdntune replay {path} -o table.json` makes"
+            " its own"
+        )
     return validate(data, str(path))
 
 
 def refuse_tables(paths: Iterable[Path]) -> None:
-    """JournalError for a table where a journal is wanted: it says which file to give. What else a file may be, its reader says."""
+    """JournalError for a table where a journal is wanted: it says which file to give. What else a
+    file may be, its reader says.
+    """
     for path in paths:
         with contextlib.suppress(OSError), path.open("rb") as file:
             if not re.match(rb'\s*{\s*"schema"\s*:\s*"gdntune\.table/', file.read(200)):
@@ -228,14 +265,18 @@ def refuse_tables(paths: Iterable[Path]) -> None:
 
 def validate(data: bytes, source: str = "<table>") -> Table:
     """The table in JSON; TableError names source, JSON path, value and what is accepted."""
-    table: Table = strict.decode(data, Table, source, TableError, "a JSON file that `gdntune sweep` wrote")
+    table: Table = strict.decode(
+        data, Table, source, TableError, "a JSON file that `gdntune sweep` wrote"
+    )
     for path, fault in _faults(table):
         raise TableError(f"{source}: {path} {fault}")
     return table
 
 
 def save(table: Table, path: str | os.PathLike[str]) -> None:
-    """Writes a table whole or not at all, equal tables byte for byte equally; TableError where it is not valid or cannot be written."""
+    """Writes a table whole or not at all, equal tables byte for byte equally; TableError where it
+    is not valid or cannot be written.
+    """
     path = Path(path)
     data = msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n"
     validate(data, str(path))
@@ -254,16 +295,22 @@ def save(table: Table, path: str | os.PathLike[str]) -> None:
                 os.unlink(temporary)
             raise
     except OSError as e:
-        raise TableError(f"{path}: not written: {e.strerror or e}; what stood there still does") from e
+        raise TableError(
+            f"{path}: not written: {e.strerror or e}; what stood there still does"
+        ) from e
 
 
 def stale(table: Table, fingerprints: Mapping[str, str]) -> list[str]:
-    """The table's kernels whose installed code is not what was measured, or is not installed, given fingerprints by name."""
+    """The table's kernels whose installed code is not what was measured, or is not installed, given
+    fingerprints by name.
+    """
     return sorted(name for name, was in table.kernels.items() if fingerprints.get(name) != was)
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a table, published as docs/table.schema.json. `validate` checks more than a schema can say."""
+    """The JSON Schema (2020-12) of a table, published as docs/table.schema.json. `validate` checks
+    more than a schema can say.
+    """
     schema = msgspec.json.schema(Table)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -275,7 +322,9 @@ def json_schema() -> dict[str, Any]:
 
 def _check_work_units(work_units: int) -> None:
     if work_units < 1:
-        raise UnsupportedProblem(f"work units (B*HV) are {work_units}: accepted are integers from 1")
+        raise UnsupportedProblem(
+            f"work units (B*HV) are {work_units}: accepted are integers from 1"
+        )
 
 
 def _could_serve(when: Contract, contract: Contract) -> bool:
@@ -297,18 +346,26 @@ def _faults(table: Table) -> Iterator[tuple[str, str]]:
         if variant.kernel not in table.kernels:
             yield (
                 f"$.variants[{name!r}].kernel",
-                f"is {variant.kernel!r}: accepted are the keys of $.kernels: {listed(table.kernels)}",
+                (
+                    f"is {variant.kernel!r}: accepted are the keys of $.kernels:"
+                    f" {listed(table.kernels)}"
+                ),
             )
     seen: dict[Contract, int] = {}
     for i, rule in enumerate(table.rules):
         if fault := contract_fault(rule.when):
             yield f"$.rules[{i}].when", f"is no legal contract: {fault}"
         if rule.when in seen:
-            yield f"$.rules[{i}].when", f"is that of $.rules[{seen[rule.when]}] again: leave one rule for a contract"
+            yield (
+                f"$.rules[{i}].when",
+                f"is that of $.rules[{seen[rule.when]}] again: leave one rule for a contract",
+            )
         seen[rule.when] = i
         for j, interval in enumerate(rule.intervals):
             previous = rule.intervals[j - 1] if j else None
-            for path, fault in _interval_faults(table, interval, previous, j == len(rule.intervals) - 1):
+            for path, fault in _interval_faults(
+                table, interval, previous, j == len(rule.intervals) - 1
+            ):
                 yield f"$.rules[{i}].intervals[{j}]{path}", fault
 
 
@@ -320,7 +377,13 @@ def _interval_faults(
         yield ".from", f"is {first}: the first interval starts at 1"
     if previous is not None and previous.last is not None and first != previous.last + 1:
         kind = "overlaps the interval before it" if first <= previous.last else "leaves a gap"
-        yield ".from", f"is {first} and {kind}, which ends at {previous.last}: accepted is {previous.last + 1}"
+        yield (
+            ".from",
+            (
+                f"is {first} and {kind}, which ends at {previous.last}: accepted is"
+                f" {previous.last + 1}"
+            ),
+        )
     if is_last and last is not None:
         yield ".to", f"is {last}: the last interval has no end, so null is accepted"
     if not is_last and last is None:
@@ -331,16 +394,25 @@ def _interval_faults(
         near = strict.near(interval.variant, table.variants)
         yield (
             ".variant",
-            f"is {interval.variant!r}{near}: accepted are the keys of $.variants: {listed(table.variants)}",
+            (
+                f"is {interval.variant!r}{near}: accepted are the keys of $.variants:"
+                f" {listed(table.variants)}"
+            ),
         )
     before = 0
     for k, e in enumerate(interval.evidence):
         if e.work_units <= before:
-            yield f".evidence[{k}].work_units", f"is {e.work_units}, after {before}: accepted are rising numbers"
+            yield (
+                f".evidence[{k}].work_units",
+                f"is {e.work_units}, after {before}: accepted are rising numbers",
+            )
         if e.work_units < first or (last is not None and e.work_units > last):
             yield (
                 f".evidence[{k}].work_units",
-                f"is {e.work_units}: accepted are those of the interval, {first} to {last or 'no end'}",
+                (
+                    f"is {e.work_units}: accepted are those of the interval, {first} to"
+                    f" {last or 'no end'}"
+                ),
             )
         if not e.q1_us <= e.time_us <= e.q3_us:
             yield (

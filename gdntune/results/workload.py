@@ -1,4 +1,6 @@
-"""What a serving engine's steps ask of a kernel: how often each batch size and number of tokens occurs. Knows no kernels."""
+"""What a serving engine's steps ask of a kernel: how often each batch size and number of tokens
+occurs. Knows no kernels.
+"""
 
 import bisect
 import csv
@@ -14,12 +16,15 @@ from gdntune.errors import ConfigError
 from gdntune.problem import MAX_TOKENS
 
 COLUMNS = ("batch", "tokens")
-# The most that a cell's share of the steps may multiply its final rounds by, and the least that is left of them.
+# The most that a cell's share of the steps may multiply its final rounds by, and the least that is
+# left of them.
 MOST, LEAST_ROUNDS = 4.0, 20
 
 
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
-    """Steps of `batch` requests with `tokens` tokens each. weight: how many of them, or their share; any scale."""
+    """Steps of `batch` requests with `tokens` tokens each. weight: how many of them, or their
+    share; any scale.
+    """
 
     batch: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 1
@@ -27,9 +32,11 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
 
 
 def read_trace(path: Path) -> tuple[Load, ...]:
-    """The steps of a CSV with the columns `batch` and `tokens`, a row each, as counts; other columns are not looked at.
+    """The steps of a CSV with the columns `batch` and `tokens`, a row each, as counts; other
+    columns are not looked at.
 
-    Raises ConfigError for a file that cannot be read, lacks a column or has a value that is no step.
+    Raises ConfigError for a file that cannot be read, lacks a column or has a value that is no
+    step.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -37,17 +44,25 @@ def read_trace(path: Path) -> tuple[Load, ...]:
             missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
             if missing:
                 raise ConfigError(
-                    f"{path}: no column {missing[0]!r} in {rows.fieldnames}: accepted is a CSV with the columns batch,tokens, a row a step"
+                    f"{path}: no column {missing[0]!r} in {rows.fieldnames}: accepted is a CSV with"
+                    " the columns batch,tokens, a row a step"
                 )
             counts = Counter(
-                (_count(path, rows.line_num, row, "batch"), _count(path, rows.line_num, row, "tokens")) for row in rows
+                (
+                    _count(path, rows.line_num, row, "batch"),
+                    _count(path, rows.line_num, row, "tokens"),
+                )
+                for row in rows
             )
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise ConfigError(
-            f"{path}: cannot be read: {e}; accepted is a CSV with the columns batch,tokens, a row a step"
+            f"{path}: cannot be read: {e}; accepted is a CSV with the columns batch,tokens, a row a"
+            " step"
         ) from e
     if not counts:
-        raise ConfigError(f"{path}: holds no step: accepted is a row for each, with batch and tokens")
+        raise ConfigError(
+            f"{path}: holds no step: accepted is a row for each, with batch and tokens"
+        )
     return tuple(Load(batch, tokens, float(n)) for (batch, tokens), n in sorted(counts.items()))
 
 
@@ -55,14 +70,20 @@ def _count(path: Path, line: int, row: Mapping[str, str | None], name: str) -> i
     said = (row[name] or "").strip()
     largest = MAX_TOKENS if name == "tokens" else 2**31 - 1
     if not said.isdecimal() or not 1 <= int(said) <= largest:
-        raise ConfigError(f"{path}, line {line}: {name}={said!r}: accepted are whole numbers from 1 to {largest}")
+        raise ConfigError(
+            f"{path}, line {line}: {name}={said!r}: accepted are whole numbers from 1 to {largest}"
+        )
     return int(said)
 
 
-def shares(loads: Sequence[Load], tokens: int, heads: Sequence[int], units: Sequence[int]) -> dict[int, float]:
-    """For cells of a contract with `tokens`, by their work units, the share of its steps that each is the nearest to.
+def shares(
+    loads: Sequence[Load], tokens: int, heads: Sequence[int], units: Sequence[int]
+) -> dict[int, float]:
+    """For cells of a contract with `tokens`, by their work units, the share of its steps that each
+    is the nearest to.
 
-    heads: HV of each shard; a step counts at each of them alike. Nearest by ratio. All 0 where no step has that many tokens.
+    heads: HV of each shard; a step counts at each of them alike. Nearest by ratio. All 0 where no
+        step has that many tokens.
     """
     found = dict.fromkeys(units, 0.0)
     mine = [load for load in loads if load.tokens == tokens]
@@ -75,7 +96,8 @@ def shares(loads: Sequence[Load], tokens: int, heads: Sequence[int], units: Sequ
 
 
 def rounds(share: float, cells: int, final_rounds: int) -> int:
-    """A cell's final rounds, given its share of the steps: as many in all as without a workload, within bounds.
+    """A cell's final rounds, given its share of the steps: as many in all as without a workload,
+    within bounds.
 
     A cell that no step is near to gets 20, or `final_rounds` where these are fewer.
     """
@@ -84,7 +106,9 @@ def rounds(share: float, cells: int, final_rounds: int) -> int:
 
 
 def step_us(work_units: int, times: Mapping[int, float]) -> float | None:
-    """A call's time at some work units from those measured at others, by a straight line between the two nearest; None beyond them."""
+    """A call's time at some work units from those measured at others, by a straight line between
+    the two nearest; None beyond them.
+    """
     units = sorted(times)
     if not units or not units[0] <= work_units <= units[-1]:
         return None
@@ -96,7 +120,9 @@ def step_us(work_units: int, times: Mapping[int, float]) -> float | None:
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """Means over a workload's steps, for one layer's call, in microseconds. covered: the share of the steps that both have times at."""
+    """Means over a workload's steps, for one layer's call, in microseconds. covered: the share of
+    the steps that both have times at.
+    """
 
     covered: float
     chosen_us: float
@@ -108,14 +134,23 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 def saved(
-    loads: Sequence[Load], HV: int, chosen: Mapping[int, Mapping[int, float]], other: Mapping[int, Mapping[int, float]]
+    loads: Sequence[Load],
+    HV: int,
+    chosen: Mapping[int, Mapping[int, float]],
+    other: Mapping[int, Mapping[int, float]],
 ) -> Saved | None:
-    """What choices save against other times, each by tokens and work units; None where no step has both."""
+    """What choices save against other times, each by tokens and work units; None where no step has
+    both.
+    """
     mine = theirs = weight = 0.0
     for load in loads:
         a, b = (step_us(load.batch * HV, times.get(load.tokens, {})) for times in (chosen, other))
         if a is not None and b is not None:
-            mine, theirs, weight = mine + load.weight * a, theirs + load.weight * b, weight + load.weight
+            mine, theirs, weight = (
+                mine + load.weight * a,
+                theirs + load.weight * b,
+                weight + load.weight,
+            )
     if not weight:
         return None
     return Saved(weight / sum(load.weight for load in loads), mine / weight, theirs / weight)

@@ -1,7 +1,9 @@
-"""What is wrong with a call's arguments, in words: used after a compiled function refused them, and by GDNTUNE_CHECK=1.
+"""What is wrong with a call's arguments, in words: used after a compiled function refused them, and
+by GDNTUNE_CHECK=1.
 
-The hot path looks at nothing here but a call's numbers, once for a set of them. A compiled call checks dtypes, ranks, tied sizes,
-strides and alignment by itself; this module says which public argument that was, what was given and what is accepted.
+The hot path looks at nothing here but a call's numbers, once for a set of them. A compiled call
+checks dtypes, ranks, tied sizes, strides and alignment by itself; this module says which public
+argument that was, what was given and what is accepted.
 """
 
 import math
@@ -25,22 +27,26 @@ PUBLIC = {
 }
 
 TENSORS = (
-    "A_log a dt_bias b g beta initial_state_indices output_state_indices intermediate_states_buffer intermediate_state_indices "
-    "ssm_state_indices num_accepted_tokens cu_seqlens output"
+    "A_log a dt_bias b g beta initial_state_indices output_state_indices intermediate_states_buffer"
+    " intermediate_state_indices ssm_state_indices num_accepted_tokens cu_seqlens output"
 ).split()
 STATIC = ("state_layout", "batch_invariant", "disable_state_update", "max_tokens")
 NUMBERS = "scale softplus_beta softplus_threshold null_index use_qk_l2norm allow_neg_eigval lower_bound".split()
-FP32_MAX, FP32_TINY = (float(x) for x in (torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny))
+FP32_MAX, FP32_TINY = (
+    float(x) for x in (torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny)
+)
 
 
 def tensor_fault(name: str, x: Any) -> str | None:
-    """Why an argument is no tensor that a kernel can read, whatever its shape and dtype; None where it is."""
+    """Why an argument is no tensor that a kernel can read, whatever its shape and dtype; None where
+    it is.
+    """
     if not isinstance(x, torch.Tensor):
         return f"{name} is of type {type(x).__name__}: accepted is a torch.Tensor"
     if x.is_nested or x.layout is not torch.strided:
         return (
-            f"{name} is a {'nested' if x.is_nested else x.layout} tensor: accepted are dense ones (torch.strided); ragged batches are "
-            "packed rows with cu_seqlens"
+            f"{name} is a {'nested' if x.is_nested else x.layout} tensor: accepted are dense ones"
+            " (torch.strided); ragged batches are packed rows with cu_seqlens"
         )
     return None
 
@@ -48,20 +54,32 @@ def tensor_fault(name: str, x: Any) -> str | None:
 def rank_fault(q: Any, v: Any, state: Any) -> str | None:
     """What is wrong with the number of dimensions of the tensors that sizes are read off."""
     if q.dim() != 4 or v.dim() != 4:
-        return f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: accepted are q [B, T, H, K] and v [B, T, HV, V]"
+        return (
+            f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: accepted are q [B, T, H, K] and v"
+            " [B, T, HV, V]"
+        )
     if state.dim() != 4:
-        return f"initial_state has shape {tuple(state.shape)}: accepted are [slots, HV, V, K] (k_last) and [slots, HV, K, V] (v_last)"
+        return (
+            f"initial_state has shape {tuple(state.shape)}: accepted are [slots, HV, V, K] (k_last)"
+            " and [slots, HV, K, V] (v_last)"
+        )
     return None
 
 
 def explain(error: Exception, called: dict[str, Any], needed: str) -> None:
-    """Raises the UnsupportedProblem that stands behind an error from within a public function; returns where its arguments are right.
+    """Raises the UnsupportedProblem that stands behind an error from within a public function;
+    returns where its arguments are right.
 
-    called: what it was called with, by name, and what else; needed: the tensors that it cannot be without.
+    called: what it was called with, by name, and what else; needed: the tensors that it cannot be
+        without.
     """
     if isinstance(error, GdntuneError):
         return
-    tensors = {name: x for name, x in called.items() if name in needed.split() or (name in TENSORS and x is not None)}
+    tensors = {
+        name: x
+        for name, x in called.items()
+        if name in needed.split() or (name in TENSORS and x is not None)
+    }
     faults = [fault for name, x in tensors.items() if (fault := tensor_fault(name, x))]
     if (
         not faults
@@ -76,14 +94,22 @@ def explain(error: Exception, called: dict[str, Any], needed: str) -> None:
 
 
 def check_static(
-    state_layout: Any, batch_invariant: Any, disable_state_update: Any = False, max_tokens: Any = None
+    state_layout: Any,
+    batch_invariant: Any,
+    disable_state_update: Any = False,
+    max_tokens: Any = None,
 ) -> None:
     """UnsupportedProblem for what decides the compiled object and is no tensor."""
     if not isinstance(state_layout, str) or state_layout not in get_args(Layout):
-        raise UnsupportedProblem(f"{shown('state_layout', state_layout)}: accepted are {listed(get_args(Layout))}")
-    if max_tokens is not None and not (isinstance(max_tokens, Integral) and 1 <= int(max_tokens) <= MAX_TOKENS):
         raise UnsupportedProblem(
-            f"{shown('max_tokens', max_tokens)}: accepted are 1 to {MAX_TOKENS}; split longer requests into several calls"
+            f"{shown('state_layout', state_layout)}: accepted are {listed(get_args(Layout))}"
+        )
+    if max_tokens is not None and not (
+        isinstance(max_tokens, Integral) and 1 <= int(max_tokens) <= MAX_TOKENS
+    ):
+        raise UnsupportedProblem(
+            f"{shown('max_tokens', max_tokens)}: accepted are 1 to {MAX_TOKENS}; split longer"
+            " requests into several calls"
         )
     _check_flags(batch_invariant=batch_invariant, disable_state_update=disable_state_update)
 
@@ -92,18 +118,36 @@ def check_numbers(
     scale: Any, softplus_beta: Any, softplus_threshold: Any, null_index: Any, use_qk_l2norm: Any, allow_neg_eigval: Any,
     lower_bound: Any = None,
 ) -> None:  # fmt: skip
-    """UnsupportedProblem for a number that fp32 does not hold, or with which a gate is NaN or grows, and for a flag that is none."""
+    """UnsupportedProblem for a number that fp32 does not hold, or with which a gate is NaN or
+    grows, and for a flag that is none.
+    """
     # tensors are no numbers: to read one would synchronise
     for name, x, least, most, accepted in (
-        ("scale", 1.0 if scale is None else scale, -FP32_MAX, FP32_MAX, "a finite number, or None for K**-0.5"),
+        (
+            "scale",
+            1.0 if scale is None else scale,
+            -FP32_MAX,
+            FP32_MAX,
+            "a finite number, or None for K**-0.5",
+        ),
         ("softplus_beta", softplus_beta, FP32_TINY, FP32_MAX, "a finite number above 0"),
         ("softplus_threshold", softplus_threshold, 0.0, FP32_MAX, "a finite number from 0"),
-        ("lower_bound", 0.0 if lower_bound is None else lower_bound, -FP32_MAX, 0.0, "a finite number of at most 0"),
+        (
+            "lower_bound",
+            0.0 if lower_bound is None else lower_bound,
+            -FP32_MAX,
+            0.0,
+            "a finite number of at most 0",
+        ),
     ):
         if not isinstance(x, Real) or not least <= _float(x) <= most:
-            raise UnsupportedProblem(f"{shown(name, x)}: accepted is {accepted}, within fp32's range")
+            raise UnsupportedProblem(
+                f"{shown(name, x)}: accepted is {accepted}, within fp32's range"
+            )
     if not isinstance(null_index, Integral) or not -(2**31) <= int(null_index) < 2**31:
-        raise UnsupportedProblem(f"{shown('null_index', null_index)}: accepted is an int within int32's range")
+        raise UnsupportedProblem(
+            f"{shown('null_index', null_index)}: accepted is an int within int32's range"
+        )
     _check_flags(use_qk_l2norm=use_qk_l2norm, allow_neg_eigval=allow_neg_eigval)
 
 
@@ -116,7 +160,8 @@ def _float(x: Real) -> float:
 
 def _check_flags(**flags: Any) -> None:
     for name, x in flags.items():
-        # 1 and numpy's True are flags too: a key of a dictionary, by which calls are found again, cannot tell them from True
+        # 1 and numpy's True are flags too: a key of a dictionary, by which calls are found again,
+        # cannot tell them from True
         if isinstance(x, torch.Tensor) or not isinstance(x, Hashable) or x not in (True, False):
             raise UnsupportedProblem(f"{shown(name, x)}: accepted are True and False")
 
@@ -124,7 +169,11 @@ def _check_flags(**flags: Any) -> None:
 def public_name(name: str, contract: Contract) -> str:
     """What the caller calls an argument of the calling convention."""
     if name == "slot_index":
-        return "ssm_state_indices" if contract.intermediate == "slots" else "intermediate_state_indices"
+        return (
+            "ssm_state_indices"
+            if contract.intermediate == "slots"
+            else "intermediate_state_indices"
+        )
     if name == "a" and (contract.op == "kda_decode" or contract.gate == "log"):
         return "g"
     if name == "b" and contract.beta == "given":
@@ -132,8 +181,12 @@ def public_name(name: str, contract: Contract) -> str:
     return PUBLIC.get(name, name)
 
 
-def expected_shapes(contract: Contract, arguments: dict[str, Any]) -> Iterator[tuple[str, tuple[str | int, ...]]]:
-    """The shape of each argument that a contract has, in sizes where q, v and cu_seqlens say them, in letters where any size will do."""
+def expected_shapes(
+    contract: Contract, arguments: dict[str, Any]
+) -> Iterator[tuple[str, tuple[str | int, ...]]]:
+    """The shape of each argument that a contract has, in sizes where q, v and cu_seqlens say them,
+    in letters where any size will do.
+    """
     c = contract
     N, T, H = arguments["q"].shape[:3]
     HV = arguments["v"].shape[2]
@@ -171,7 +224,11 @@ def faults(contract: Contract, values: tuple[Any, ...]) -> Iterator[str]:
     device = arguments["q"].device
     heads = {arguments["v"].shape[2], arguments["q"].shape[2]}
     for name, shape in expected_shapes(contract, arguments):
-        if name == "write_index" and arguments[name] is arguments["read_index"] and arguments[name] is not None:
+        if (
+            name == "write_index"
+            and arguments[name] is arguments["read_index"]
+            and arguments[name] is not None
+        ):
             continue  # by default the slot read is written: the caller has not passed it, and it is looked at already
         public, x = public_name(name, contract), arguments[name]
         if x is None:
@@ -180,10 +237,15 @@ def faults(contract: Contract, values: tuple[Any, ...]) -> Iterator[str]:
         if fault := tensor_fault(public, x):
             yield fault
             continue
-        given = f"{public} has shape {tuple(x.shape)}, strides {tuple(x.stride())}, dtype {x.dtype} on {x.device}"
+        given = (
+            f"{public} has shape {tuple(x.shape)}, strides {tuple(x.stride())}, dtype {x.dtype} on"
+            f" {x.device}"
+        )
         if x.device != device:
             yield f"{given}: accepted is a tensor on {device}, where q is"
-        elif x.dim() != len(shape) or any(isinstance(n, int) and n != m for n, m in zip(shape, x.shape, strict=True)):
+        elif x.dim() != len(shape) or any(
+            isinstance(n, int) and n != m for n, m in zip(shape, x.shape, strict=True)
+        ):
             yield f"{given}: accepted is the shape {_shape(shape)}"
         elif shape and shape[0] == "HV or H" and x.shape[0] not in heads:
             yield f"{given}: accepted is one row a value head or one a q/k head, {sorted(heads)}"
@@ -191,10 +253,15 @@ def faults(contract: Contract, values: tuple[Any, ...]) -> Iterator[str]:
             yield f"{given}: {fault}"
     for name in ("k", "v", "output"):
         if arguments[name] is not None and arguments[name].dtype != arguments["q"].dtype:
-            yield f"{name} has dtype {arguments[name].dtype}: accepted is q's, {arguments['q'].dtype}"
+            yield (
+                f"{name} has dtype {arguments[name].dtype}: accepted is q's, {arguments['q'].dtype}"
+            )
     x = arguments["intermediate"]
     if x is not None and x.dtype != arguments["state"].dtype:
-        yield f"intermediate_states_buffer has dtype {x.dtype}: accepted is initial_state's, {arguments['state'].dtype}"
+        yield (
+            f"intermediate_states_buffer has dtype {x.dtype}: accepted is initial_state's,"
+            f" {arguments['state'].dtype}"
+        )
 
 
 def _shape(shape: tuple[str | int, ...]) -> str:
@@ -213,17 +280,21 @@ def _stride_fault(name: str, x: Any, contract: Contract) -> str | None:
     for d in range(x.dim() - 1, x.dim() - 1 - inner, -1):
         if x.shape[d] != 1 and x.stride(d) != expected:
             return (
-                f"accepted are contiguous inner dimensions (stride {expected} at dimension {d}); nothing is copied behind your back: "
-                f"call .contiguous() where a copy is meant"
+                f"accepted are contiguous inner dimensions (stride {expected} at dimension {d});"
+                " nothing is copied behind your back: call .contiguous() where a copy is meant"
             )
         expected *= x.shape[d]
     if inner and contract is not None and x.is_cuda:
         if x.data_ptr() % 16:
-            return f"its address {x.data_ptr():#x} is not a multiple of 16 bytes, which kernels load at once"
+            return (
+                f"its address {x.data_ptr():#x} is not a multiple of 16 bytes, which kernels load"
+                " at once"
+            )
         for d in range(x.dim() - inner):
             if x.shape[d] != 1 and x.stride(d) * itemsize % 16:
                 return (
-                    f"stride {x.stride(d)} at dimension {d} is not a multiple of 16 bytes, which kernels load at once"
+                    f"stride {x.stride(d)} at dimension {d} is not a multiple of 16 bytes, which"
+                    " kernels load at once"
                 )
     return None
 
@@ -239,7 +310,9 @@ def refusal(contract: Contract, values: tuple[Any, ...], error: Exception) -> Gd
 
 
 def check_values(contract: Contract, values: tuple[Any, ...]) -> None:
-    """Reads what lies on the device, which synchronises: indices, counts, duplicates. UnsupportedProblem names the first fault."""
+    """Reads what lies on the device, which synchronises: indices, counts, duplicates.
+    UnsupportedProblem names the first fault.
+    """
     for fault in faults(contract, values):
         raise UnsupportedProblem(fault)
     for fault in _value_faults(contract, dict(zip(DECODE_ARGUMENTS, values, strict=True))):
@@ -247,20 +320,29 @@ def check_values(contract: Contract, values: tuple[Any, ...]) -> None:
 
 
 def check_width(**indices: Any) -> None:
-    """Refuses int64 values beyond 32 bits, of which a kernel would see the low half: slot 2^32 + 1 as slot 1."""
+    """Refuses int64 values beyond 32 bits, of which a kernel would see the low half: slot 2^32 + 1
+    as slot 1.
+    """
     for name, x in indices.items():
         if x is not None and x.numel() and x.element_size() == 8:
             low, high = int(x.min()), int(x.max())
             if low < -(2**31) or high >= 2**31:
                 raise UnsupportedProblem(
-                    f"{name} has values from {low} to {high}: accepted are those of int32 (found by GDNTUNE_CHECK=1)"
+                    f"{name} has values from {low} to {high}: accepted are those of int32 (found by"
+                    " GDNTUNE_CHECK=1)"
                 )
 
 
 def _slot_conflicts(
-    c: Contract, arguments: dict[str, Any], read: list[int], write: list[int], columns: list[list[int]]
+    c: Contract,
+    arguments: dict[str, Any],
+    read: list[int],
+    write: list[int],
+    columns: list[list[int]],
 ) -> Iterator[str]:
-    """Slots that two requests write, or that one writes and another starts from: which comes first is chance."""
+    """Slots that two requests write, or that one writes and another starts from: which comes first
+    is chance.
+    """
     null, slots = arguments["null_index"], arguments["state"].shape[0]
     accepted = arguments["accepted"].tolist() if arguments["accepted"] is not None else []
 
@@ -270,7 +352,9 @@ def _slot_conflicts(
     start = list(read)
     for n, row in enumerate(columns):
         start.append(row[min(max(accepted[n], 1), len(row)) - 1 if accepted else 0] if row else -1)
-    named = public_name("read_index" if arguments["write_index"] is arguments["read_index"] else "write_index", c)
+    named = public_name(
+        "read_index" if arguments["write_index"] is arguments["read_index"] else "write_index", c
+    )
     writes = [(n, f"{named}[{n}]", i) for n, i in enumerate(write)]
     bounds = arguments["cu_seqlens"].tolist() if c.ragged else []
     for n, row in enumerate(columns):
@@ -280,18 +364,23 @@ def _slot_conflicts(
     seen: dict[int, tuple[int, str]] = {}
     for n, name, i in live:
         if i in seen and seen[i][0] != n:
-            yield f"{name} is {i}, as is {seen[i][1]}: two requests would write one slot; accepted are distinct slots"
+            yield (
+                f"{name} is {i}, as is {seen[i][1]}: two requests would write one slot; accepted"
+                " are distinct slots"
+            )
         seen.setdefault(i, (n, name))
     for m, i in enumerate(start):
         if names_slot(i) and i in seen and seen[i][0] != m:
             yield (
-                f"{seen[i][1]} is {i}, the slot that request {m} starts from: it may be read before or after it is written; "
-                "accepted are slots that no other request reads"
+                f"{seen[i][1]} is {i}, the slot that request {m} starts from: it may be read before"
+                " or after it is written; accepted are slots that no other request reads"
             )
 
 
 def _expanded(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
-    """Tensors that are written and whose rows are one row of memory: what they hold in the end is chance."""
+    """Tensors that are written and whose rows are one row of memory: what they hold in the end is
+    chance.
+    """
     written = (
         ("state", "intermediate", "output")
         if c.mode == "update" or c.intermediate == "slots"
@@ -302,8 +391,9 @@ def _expanded(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
         for d in range(0 if x is None else x.dim()):
             if x.shape[d] > 1 and x.stride(d) == 0:
                 yield (
-                    f"{public_name(name, c)} has stride 0 at dimension {d}, of size {x.shape[d]}: it is written, so accepted are tensors "
-                    "with memory for each row; call .clone() where .expand() made it"
+                    f"{public_name(name, c)} has stride 0 at dimension {d}, of size {x.shape[d]}:"
+                    " it is written, so accepted are tensors with memory for each row; call"
+                    " .clone() where .expand() made it"
                 )
 
 
@@ -317,7 +407,10 @@ def _value_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
     def out_of_range(name: str, indices: list[int], limit: int, what: str) -> Iterator[str]:
         for at, i in enumerate(indices):
             if i >= limit:
-                yield f"{public_name(name, c)}[{at}] is {i}: accepted are 0 to {limit - 1} ({what}), or a negative index as padding"
+                yield (
+                    f"{public_name(name, c)}[{at}] is {i}: accepted are 0 to {limit - 1} ({what}),"
+                    " or a negative index as padding"
+                )
 
     read, write = lists("read_index"), lists("write_index")
     yield from out_of_range("read_index", read, slots, "initial_state's slots")
@@ -329,20 +422,35 @@ def _value_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
     if c.intermediate == "indexed":
         rows = lists("slot_index")
         yield from out_of_range(
-            "slot_index", rows, arguments["intermediate"].shape[0], "intermediate_states_buffer's rows"
+            "slot_index",
+            rows,
+            arguments["intermediate"].shape[0],
+            "intermediate_states_buffer's rows",
         )
         used = [r for r in rows if r >= 0 and r != null]
         if len(set(used)) != len(used):
-            yield "intermediate_state_indices names a row twice: two requests would write it; accepted are distinct rows"
+            yield (
+                "intermediate_state_indices names a row twice: two requests would write it;"
+                " accepted are distinct rows"
+            )
     if c.accepted:
         columns = arguments["slot_index"].shape[1]
         for n, count in enumerate(lists("accepted")):
             if not 0 <= count <= columns:
-                yield f"num_accepted_tokens[{n}] is {count}: accepted are 0 to {columns} (the columns of ssm_state_indices)"
+                yield (
+                    f"num_accepted_tokens[{n}] is {count}: accepted are 0 to {columns} (the columns"
+                    " of ssm_state_indices)"
+                )
     if c.ragged:
         bounds, total = lists("cu_seqlens"), arguments["q"].shape[1]
         if bounds[0] != 0 or bounds[-1] > total:
-            yield f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}: accepted is from 0 to at most the {total} rows of q"
+            yield (
+                f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}: accepted is from 0 to at most"
+                f" the {total} rows of q"
+            )
         for n in range(len(bounds) - 1):
             if not 0 <= bounds[n + 1] - bounds[n] <= c.tokens:
-                yield f"cu_seqlens gives request {n} {bounds[n + 1] - bounds[n]} tokens: accepted are 0 to max_tokens={c.tokens}"
+                yield (
+                    f"cu_seqlens gives request {n} {bounds[n + 1] - bounds[n]} tokens: accepted are"
+                    f" 0 to max_tokens={c.tokens}"
+                )

@@ -1,7 +1,9 @@
 """The runtime: finds a table's row for a contract, loads the function once, hands it out.
 
-Tables are looked for in this order: `load_table(path)` or GDNTUNE_TABLE; the user's; the shipped one of this device; the shipped one
-of the nearest device, with a warning; else each kernel's own default rule. Nothing is decided twice: a contract is bound once.
+Tables are looked for in this order: `load_table(path)` or GDNTUNE_TABLE; the user's; the shipped
+    one of this device; the shipped one
+of the nearest device, with a warning; else each kernel's own default rule. Nothing is decided
+twice: a contract is bound once.
 """
 
 import bisect
@@ -65,7 +67,8 @@ def warn_once(message: str) -> None:
 class Runtime:
     """The tables, objects and bound functions of one device in this process.
 
-    device: what runs; store: where compiled objects are. Neither is closed; a process keeps one runtime a device.
+    device: what runs; store: where compiled objects are. Neither is closed; a process keeps one
+        runtime a device.
     """
 
     def __init__(self, device: Device, store: Store | None = None):
@@ -76,7 +79,9 @@ class Runtime:
         self._bound: dict[tuple[Contract, bool], Bound] = {}
 
     def use(self, path: str | os.PathLike[str]) -> table.Table:
-        """Makes a table the one in use for the ops it has rules for. UnsupportedProblem for one of another kind of device."""
+        """Makes a table the one in use for the ops it has rules for. UnsupportedProblem for one of
+        another kind of device.
+        """
         loaded = self._given(path)
         for op in {rule.when.op for rule in loaded.rules}:
             self._sources[op] = self._checked(Source(loaded, Path(path), "given"))
@@ -99,8 +104,9 @@ class Runtime:
         loaded = table.load(path)
         if loaded.device.kind != self.device.kind:
             raise UnsupportedProblem(
-                f"{path} was measured on {loaded.device.name}, of kind {loaded.device.kind}: accepted on {self.device.name} are "
-                f"tables of kind {self.device.kind}; `gdntune sweep` makes one"
+                f"{path} was measured on {loaded.device.name}, of kind {loaded.device.kind}:"
+                f" accepted on {self.device.name} are tables of kind {self.device.kind}; `gdntune"
+                " sweep` makes one"
             )
         return loaded
 
@@ -117,7 +123,10 @@ class Runtime:
 
     def _nearest(self, op: Op) -> Source | None:
         """The shipped table of the device most like this one, by SMs and DRAM peak."""
-        others = [Source(table.load(p), p, "nearest") for p in sorted(shipped_tables().glob(f"*/{op}.json"))]
+        others = [
+            Source(table.load(p), p, "nearest")
+            for p in sorted(shipped_tables().glob(f"*/{op}.json"))
+        ]
         others = [s for s in others if s.table.device.kind == self.device.kind]
         if not others:
             return None
@@ -131,8 +140,8 @@ class Runtime:
 
         best = min(others, key=distance)
         warn_once(
-            f"no table for {self.device.name}: using that of {best.table.device.name}, the nearest by SMs and bandwidth; "
-            f"`gdntune sweep` makes one for this device"
+            f"no table for {self.device.name}: using that of {best.table.device.name}, the nearest"
+            " by SMs and bandwidth; `gdntune sweep` makes one for this device"
         )
         return best
 
@@ -141,8 +150,9 @@ class Runtime:
         names = table.stale(source.table, kernels.fingerprints(self.device.kind))
         if names:
             warn_once(
-                f"{source.path} is stale: it was measured with another version of {', '.join(names)}; its choices are used, "
-                f"they may no longer be the fastest; sweep again"
+                f"{source.path} is stale: it was measured with another version of"
+                f" {', '.join(names)}; its choices are used, they may no longer be the fastest;"
+                " sweep again"
             )
         return source
 
@@ -173,12 +183,15 @@ class Runtime:
                 for i in rule.intervals
             ]
             faults = [
-                f"{c.variant.id}: {fault}" for c in found if (fault := _unusable(contract, c.variant, self.device))
+                f"{c.variant.id}: {fault}"
+                for c in found
+                if (fault := _unusable(contract, c.variant, self.device))
             ]
             if not faults:
                 return found
             warn_once(
-                f"{source.path}: rule {rule.when.key()} cannot serve {contract.key()}: {faults[0]}; the next nearest is tried"
+                f"{source.path}: rule {rule.when.key()} cannot serve {contract.key()}: {faults[0]};"
+                " the next nearest is tried"
             )
         return []
 
@@ -190,7 +203,10 @@ class Runtime:
             choices = self.choices(contract)
             if batch_invariant:
                 choices = [
-                    choices[-1]._replace(first=1, why=choices[-1].why + "; batch_invariant: one variant for all sizes")
+                    choices[-1]._replace(
+                        first=1,
+                        why=choices[-1].why + "; batch_invariant: one variant for all sizes",
+                    )
                 ]
             bound = self._bound[key] = Bound(self, contract, choices)
         return bound
@@ -204,7 +220,9 @@ class Runtime:
         missing = [p for p in pairs if self.store.find(p[0]) is None]
         if missing:
             log.info(
-                "compiling %d objects for %s; `gdntune compile` does it ahead of time", len(missing), contract.key()
+                "compiling %d objects for %s; `gdntune compile` does it ahead of time",
+                len(missing),
+                contract.key(),
             )
             failed = [b for b in compile_objects(missing, self.store) if not b.ok]
             if failed:
@@ -217,7 +235,10 @@ def _unusable(contract: Contract, variant: Variant, device: Device) -> str | Non
     if variant.kernel not in kernels.KERNELS:
         return f"this version has no kernel {variant.kernel!r}"
     if kernels.get(variant.kernel).device != device.kind:
-        return f"kernel {variant.kernel} runs on {kernels.get(variant.kernel).device}, not on {device.kind}"
+        return (
+            f"kernel {variant.kernel} runs on {kernels.get(variant.kernel).device}, not on"
+            f" {device.kind}"
+        )
     try:
         return kernels.refuse(contract, variant)
     except LookupError as e:
@@ -250,7 +271,9 @@ class Bound:
         return function
 
     def load_all(self) -> None:
-        """Loads every function a rule can choose, so that any batch can be captured in a CUDA graph afterwards."""
+        """Loads every function a rule can choose, so that any batch can be captured in a CUDA graph
+        afterwards.
+        """
         functions = self.runtime.functions(self.contract, [c.variant for c in self.choices])
         self._functions = list(functions)
 

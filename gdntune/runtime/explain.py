@@ -19,12 +19,16 @@ def explanation(
     kind: Literal["auto", "cpu", "cuda"] = "auto",
     index: int = 0,
 ) -> dict[str, Any]:
-    """`Table.explain` of the table in use, or of the one given, with `table`, `origin` and `warnings`.
+    """`Table.explain` of the table in use, or of the one given, with `table`, `origin` and
+    `warnings`.
 
-    `variant` is the default rule's choice where no rule is near. Without a given table it is what the runtime calls on the device at hand.
+    `variant` is the default rule's choice where no rule is near. Without a given table it is what
+    the runtime calls on the device at hand.
     """
     if work_units < 1:
-        raise UnsupportedProblem(f"work units (B*HV) are {work_units}: accepted are integers from 1")
+        raise UnsupportedProblem(
+            f"work units (B*HV) are {work_units}: accepted are integers from 1"
+        )
     if table_path is not None:
         found = table.load(table_path)
         kernels.check_names(map(found.variant, found.variants), str(table_path))
@@ -36,7 +40,12 @@ def explanation(
     source = runtime.source(contract.op)
     choice = next(c for c in reversed(runtime.choices(contract)) if c.first <= work_units)
     if source is None:
-        said = {"contract": contract.key(), "work_units": work_units, "device": runtime.device.name, "match": "none"}
+        said = {
+            "contract": contract.key(),
+            "work_units": work_units,
+            "device": runtime.device.name,
+            "match": "none",
+        }
         said |= _of(choice.variant)
         return {**said, "reason": choice.why, "table": None, "origin": "", "warnings": []}
     said = source.table.explain(contract, work_units)
@@ -44,7 +53,8 @@ def explanation(
     if source.table.device.name != runtime.device.name:
         warnings.append(f"the table was measured on {source.table.device.name}")
     if said["variant"] != choice.variant.id:
-        # The nearest rule's variants may be of no use to this contract; the runtime goes on to the next.
+        # The nearest rule's variants may be of no use to this contract; the runtime goes on to the
+        # next.
         said |= _of(choice.variant)
         said["reason"] = choice.why
     said["device"] = runtime.device.name
@@ -57,4 +67,8 @@ def _of(variant: Variant) -> dict[str, Any]:
 
 def _stale(found: table.Table) -> list[str]:
     names = table.stale(found, kernels.fingerprints(found.device.kind))
-    return [f"{', '.join(names)} is installed with other code than was measured: the table is stale"] if names else []
+    return (
+        [f"{', '.join(names)} is installed with other code than was measured: the table is stale"]
+        if names
+        else []
+    )

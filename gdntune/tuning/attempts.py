@@ -1,4 +1,6 @@
-"""One contract's checks, or one cell's times, on one worker, as records: tries again, and finds the variants that take a process down."""
+"""One contract's checks, or one cell's times, on one worker, as records: tries again, and finds the
+variants that take a process down.
+"""
 
 import contextlib
 import re
@@ -16,18 +18,21 @@ from gdntune.tuning import worker as session
 from gdntune.tuning.config import Search
 from gdntune.tuning.executors import Crashed, Worker
 
-# A check compares a few small problems, a cell at most search.max_cell_seconds of timing: what takes longer hangs.
+# A check compares a few small problems, a cell at most search.max_cell_seconds of timing: what
+# takes longer hangs.
 CHECK_TIMEOUT_S = 120.0
 CHECK_EACH_S = 2.0
 CELL_GRACE_S = 120.0
-# A throttled cell, one during which a clock moved, and one whose times cannot be true, is timed again.
+# A throttled cell, one during which a clock moved, and one whose times cannot be true, is timed
+# again.
 RETRIES = 1
 # So many throttled cells of a device in a row, each twice and after a wait, are no accident.
 THROTTLED_IN_A_ROW = 3
 _THROTTLED = "throttled by "
 # How torch, CUDA and the system say that there was no memory; an illegal access is of another kind.
 _NO_MEMORY = re.compile(
-    r"out of memory|OutOfMemory|MemoryError|not enough memory|(can't|cannot) allocate", re.IGNORECASE
+    r"out of memory|OutOfMemory|MemoryError|not enough memory|(can't|cannot) allocate",
+    re.IGNORECASE,
 )
 
 
@@ -42,9 +47,11 @@ T = TypeVar("T", bound=_Timing)
 
 
 def attempts(measure: "Callable[[], T | Crashed]") -> "T | Crashed | MeasurementError":
-    """The first measurement that nothing disturbed; once something did for the second time, what there is.
+    """The first measurement that nothing disturbed; once something did for the second time, what
+    there is.
 
-    That is one during which a clock moved, or else the last: throttled, or MeasurementError where its times cannot be true. A crash
+    That is one during which a clock moved, or else the last: throttled, or MeasurementError where
+        its times cannot be true. A crash
     is returned at once.
     """
     disturbed: Counter[str] = Counter()
@@ -70,7 +77,9 @@ def attempts(measure: "Callable[[], T | Crashed]") -> "T | Crashed | Measurement
 
 
 def check(worker: Worker, contract: Contract, variants: Sequence[Variant]) -> list[Check]:
-    """Checks variants together; where that takes the process down, in halves, so that the culprit is found."""
+    """Checks variants together; where that takes the process down, in halves, so that the culprit
+    is found.
+    """
     if not variants:
         return []
     limit = CHECK_TIMEOUT_S + CHECK_EACH_S * len(variants)
@@ -82,15 +91,19 @@ def check(worker: Worker, contract: Contract, variants: Sequence[Variant]) -> li
             for v, (ok, worst, error, s) in zip(variants, got, strict=True)
         ]  # fmt: skip
     if len(variants) == 1:
-        return [Check(contract=contract, variant=variants[0].id, status=got.status, reason=got.reason)]  # type: ignore[arg-type]
+        return [
+            Check(contract=contract, variant=variants[0].id, status=got.status, reason=got.reason)  # type: ignore[arg-type]
+        ]
     middle = len(variants) // 2
     return check(worker, contract, variants[:middle]) + check(worker, contract, variants[middle:])
 
 
 class Plan(NamedTuple):
-    """A cell to time. default: the default rule's choice, the first of `variants`, or unset where it is not among them.
+    """A cell to time. default: the default rule's choice, the first of `variants`, or unset where
+    it is not among them.
 
-    purpose: why it is timed where it is no cell of the config. named: whether the journal says which device timed it.
+    purpose: why it is timed where it is no cell of the config. named: whether the journal says
+        which device timed it.
     sure: ids of `variants` that are timed to the end whatever their first samples say.
     """
 
@@ -106,7 +119,9 @@ class Plan(NamedTuple):
     def cell(self, worker: Worker, status: Literal["ok", "failed"], **fields: Any) -> Cell:
         """The record that closes the cell."""
         where = worker.name if self.named else msgspec.UNSET
-        return Cell(problem=self.problem, status=status, purpose=self.purpose, timed_on=where, **fields)
+        return Cell(
+            problem=self.problem, status=status, purpose=self.purpose, timed_on=where, **fields
+        )
 
 
 def time(worker: Worker, plan: Plan, retries: int = RETRIES) -> list[Record]:
@@ -122,7 +137,12 @@ def time(worker: Worker, plan: Plan, retries: int = RETRIES) -> list[Record]:
     records: list[Record] = []
     for t in got.timed if not got.took.throttled else ():
         screen = Trial(
-            problem=plan.problem, variant=t.variant, role=t.role, stage="screen", status="ok", samples_us=t.screen_us
+            problem=plan.problem,
+            variant=t.variant,
+            role=t.role,
+            stage="screen",
+            status="ok",
+            samples_us=t.screen_us,
         )
         records.append(screen)
         if t.final_us:
@@ -131,9 +151,11 @@ def time(worker: Worker, plan: Plan, retries: int = RETRIES) -> list[Record]:
 
 
 def went(took: session.Took) -> dict[str, Any]:
-    """The fields of a Cell that say how its timing went; one that was throttled failed, so that its sweep tries it again.
+    """The fields of a Cell that say how its timing went; one that was throttled failed, so that its
+    sweep tries it again.
 
-    One during which a clock moved in every attempt is kept: a device at its power limit is at its own clocks.
+    One during which a clock moved in every attempt is kept: a device at its power limit is at its
+        own clocks.
     """
     reason = f"{_THROTTLED}{took.throttled}" if took.throttled else ""
     return {
@@ -146,11 +168,15 @@ def went(took: session.Took) -> dict[str, Any]:
     }
 
 
-def _culprits(worker: Worker, plan: Plan, whole: Crashed, limit: float, retries: int) -> list[Record]:
-    """After a cell took its process down: finds the variants that do so alone, records them, times the rest.
+def _culprits(
+    worker: Worker, plan: Plan, whole: Crashed, limit: float, retries: int
+) -> list[Record]:
+    """After a cell took its process down: finds the variants that do so alone, records them, times
+    the rest.
 
-    Where none does so, something else ended the process (the system, short of memory; a kill): the cell is timed again. Where the first
-    two find no memory, each alone, the cell is too large for what is free, and no variant is to blame.
+    Where none does so, something else ended the process (the system, short of memory; a kill): the
+    cell is timed again. Where the first two find no memory, each alone, the cell is too large for
+    what is free, and no variant is to blame.
     """
     quick = msgspec.structs.replace(plan.search, screen_rounds=2, final_rounds=2, keep=1)
     bad: dict[str, Crashed] = {}
@@ -170,7 +196,13 @@ def _culprits(worker: Worker, plan: Plan, whole: Crashed, limit: float, retries:
     if not bad:
         return [plan.cell(worker, "failed", reason=f"{whole.reason}; no variant does so alone")]
     trials: list[Record] = [
-        Trial(problem=plan.problem, variant=v, stage="screen", status=bad[v.id].status, reason=bad[v.id].reason)  # type: ignore[arg-type]
+        Trial(
+            problem=plan.problem,
+            variant=v,
+            stage="screen",
+            status=bad[v.id].status,  # type: ignore[arg-type]
+            reason=bad[v.id].reason,
+        )
         for v in plan.variants
         if v.id in bad
     ]
@@ -182,7 +214,9 @@ def _culprits(worker: Worker, plan: Plan, whole: Crashed, limit: float, retries:
 
 
 class Throttling:
-    """Counts the throttled cells that each device had in a row; a device is named where several share the cells."""
+    """Counts the throttled cells that each device had in a row; a device is named where several
+    share the cells.
+    """
 
     def __init__(self) -> None:
         self._in_a_row: Counter[str | msgspec.UnsetType] = Counter()
@@ -190,7 +224,9 @@ class Throttling:
     def see(self, records: Sequence[Record]) -> None:
         """Takes note of a cell's records."""
         for cell in (r for r in records if isinstance(r, Cell)):
-            self._in_a_row[cell.timed_on] = self._in_a_row[cell.timed_on] + 1 if was_throttled(cell) else 0
+            self._in_a_row[cell.timed_on] = (
+                self._in_a_row[cell.timed_on] + 1 if was_throttled(cell) else 0
+            )
 
     def fit(self, device: str | msgspec.UnsetType = msgspec.UNSET) -> bool:
         """Whether a device holds its clocks, as far as its last cells say."""
@@ -206,13 +242,18 @@ def cannot_hold_its_clocks(records: Sequence[Record]) -> MeasurementError:
     """What ends a sweep or bench whose last cell is the third in a row that was throttled."""
     last = next(r.reason for r in reversed(records) if isinstance(r, Cell) and was_throttled(r))
     return MeasurementError(
-        f"the last {THROTTLED_IN_A_ROW} cells were {last}, and so when timed again: at such clocks another variant "
-        "can be the fastest, so the run ends here. What is journalled stays, and `gdntune report` of its folder shows it. See to the "
-        "device's cooling and power, or take another of its model, and give the same command again: it goes on with the cells "
-        "that are left, these last"
+        f"the last {THROTTLED_IN_A_ROW} cells were {last}, and so when timed again: at such clocks"
+        " another variant can be the fastest, so the run ends here. What is journalled stays, and"
+        " `gdntune report` of its folder shows it. See to the device's cooling and power, or take"
+        " another of its model, and give the same command again: it goes on with the cells that"
+        " are left, these last"
     )
 
 
 def broken(records: Sequence[Record]) -> set[str]:
     """The decode variants that took a process down in these trials, by id."""
-    return {r.variant.id for r in records if isinstance(r, Trial) and r.role == "decode" and r.status != "ok"}
+    return {
+        r.variant.id
+        for r in records
+        if isinstance(r, Trial) and r.role == "decode" and r.status != "ok"
+    }

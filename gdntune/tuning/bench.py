@@ -1,6 +1,8 @@
-"""The bench: other libraries' kernels beside ours, in one measurement a cell. Journals like a sweep; what fails is a row with its reason.
+"""The bench: other libraries' kernels beside ours, in one measurement a cell. Journals like a
+sweep; what fails is a row with its reason.
 
-The parent plans and journals; the timing process checks and times, so that a peer that crashes it costs itself alone.
+The parent plans and journals; the timing process checks and times, so that a peer that crashes it
+costs itself alone.
 """
 
 import hashlib
@@ -18,7 +20,19 @@ from gdntune.objects.build import Built, compile_objects
 from gdntune.objects.store import ObjectSpec, Store, object_spec
 from gdntune.problem import Contract, Problem
 from gdntune.results.derive import as_chosen, derive, timed_cells
-from gdntune.results.journal import PEER, TABLE, Build, Cell, Check, Journal, Record, Run, Trial, timed, tried
+from gdntune.results.journal import (
+    PEER,
+    TABLE,
+    Build,
+    Cell,
+    Check,
+    Journal,
+    Record,
+    Run,
+    Trial,
+    timed,
+    tried,
+)
 from gdntune.results.table import Table, save
 from gdntune.runtime.dispatch import Runtime
 from gdntune.search import Progress, failures, resolved, run_header
@@ -44,7 +58,9 @@ QUICK_ROUNDS = 2
 
 
 class Outcome(NamedTuple):
-    """A finished bench. table: of our choices as measured here; None where no cell has one. timed: cells with times of our choice."""
+    """A finished bench. table: of our choices as measured here; None where no cell has one. timed:
+    cells with times of our choice.
+    """
 
     table: Table | None
     run: Run
@@ -68,14 +84,19 @@ def bench(
     progress: Progress | None = None,
     command: str = "",
 ) -> Outcome:
-    """Times a config's cells, each B, H and HV: the table's choice, the default rule's, the floor and each peer, interleaved.
+    """Times a config's cells, each B, H and HV: the table's choice, the default rule's, the floor
+    and each peer, interleaved.
 
-    table: instead of the one in use. rounds: instead of the config's final_rounds. Writes folder/journal.jsonl and folder/table.json,
-    or goes on where the journal ends. Raises GdntuneError for a peer that is not known, a journal of another bench, a folder in use, a
+    table: instead of the one in use. rounds: instead of the config's final_rounds. Writes
+        folder/journal.jsonl and folder/table.json,
+    or goes on where the journal ends. Raises GdntuneError for a peer that is not known, a journal
+    of another bench, a folder in use, a
     device that cannot hold its clocks.
     """
     if rounds is not None:
-        config = msgspec.structs.replace(config, search=msgspec.structs.replace(config.search, final_rounds=rounds))
+        config = msgspec.structs.replace(
+            config, search=msgspec.structs.replace(config.search, final_rounds=rounds)
+        )
     runtime = Runtime(device, store)
     if table is not None:
         runtime.use(table)
@@ -92,13 +113,21 @@ class _Bench:
         self, config: Config, folder: Path, named: dict[str, peers.Peer], device: Device, index: int, store: Store,
         runtime: Runtime, jobs: int | None, policy: Policy, progress: Progress, command: str,
     ):  # fmt: skip
-        self.config, self.folder, self.peers, self.device, self.index = config, folder, named, device, index
+        self.config, self.folder, self.peers, self.device, self.index = (
+            config,
+            folder,
+            named,
+            device,
+            index,
+        )
         self.store, self.runtime, self.jobs, self.policy = store, runtime, jobs, policy
         self.progress, self.command = progress, command
         self.notes: list[str] = []
         self.ours = {p: self._ours(p) for p in config.all_problems()}
         self.choices = {p: variants[0].id for p, variants in self.ours.items()}
-        self.floors = {c: list(kernels.variants(c, device, "floor")) for c in config.all_contracts()}
+        self.floors = {
+            c: list(kernels.variants(c, device, "floor")) for c in config.all_contracts()
+        }
         self.child: Child
 
     def _ours(self, problem: Problem) -> list[Variant]:
@@ -109,12 +138,16 @@ class _Bench:
 
     def run(self) -> Outcome:
         cells = len(self.config.all_problems())
-        header = run_header(self.config, self.device, self.policy, self.command, cells, self._origins())
+        header = run_header(
+            self.config, self.device, self.policy, self.command, cells, self._origins()
+        )
         # as a sweep: a place that cannot be had is refused before anything is compiled
         with Journal.claim(self.folder, header) as journal:
             built = self._compile()
             bundles = tuple(str(path) for path, _ in self.store.bundles)
-            start = session.Start(self.device, self.index, str(self.store.root), bundles, self.policy)
+            start = session.Start(
+                self.device, self.index, str(self.store.root), bundles, self.policy
+            )
             with Child(start) as self.child:
                 found = self.child.run(session.resolve_task, journal.fresh, timeout=CHECK_TIMEOUT_S)
                 if isinstance(found, Crashed):
@@ -141,7 +174,10 @@ class _Bench:
             source = self.runtime.source(op)
             said = "none: the default rule"
             if source is not None:
-                said = f"{source.path.name} sha256 {hashlib.sha256(source.path.read_bytes()).hexdigest()[:16]}"
+                said = (
+                    f"{source.path.name} sha256"
+                    f" {hashlib.sha256(source.path.read_bytes()).hexdigest()[:16]}"
+                )
             found[f"{TABLE}{op}"] = said
         for peer in self.peers.values():
             found[f"{PEER}{peer.name}"] = "not installed" if peer.absent() else peer.version()
@@ -166,7 +202,9 @@ class _Bench:
             for variant in variants:
                 add(contract, variant)
         self.progress.start("compile", len(pairs))
-        built = compile_objects(pairs.values(), self.store, jobs=self.jobs, on_done=lambda _: self.progress.step())
+        built = compile_objects(
+            pairs.values(), self.store, jobs=self.jobs, on_done=lambda _: self.progress.step()
+        )
         self.progress.end()
         return {b.spec.key: b for b in built}
 
@@ -185,11 +223,17 @@ class _Bench:
         def is_built(contract: Contract, v: Variant) -> bool:
             return built[object_spec(kernels.get(v.kernel), contract, v, self.device).key].ok
 
-        self.ours = {p: [v for v in variants if is_built(p.contract, v)] for p, variants in self.ours.items()}
-        self.floors = {c: [v for v in variants if is_built(c, v)] for c, variants in self.floors.items()}
+        self.ours = {
+            p: [v for v in variants if is_built(p.contract, v)] for p, variants in self.ours.items()
+        }
+        self.floors = {
+            c: [v for v in variants if is_built(c, v)] for c, variants in self.floors.items()
+        }
 
     def _check(self, journal: Journal) -> None:
-        """Checks our variants as a sweep does: together, and one by one where that takes the process down."""
+        """Checks our variants as a sweep does: together, and one by one where that takes the
+        process down.
+        """
         known = {(r.contract, r.variant): r.status for r in journal.records if isinstance(r, Check)}
         todo: dict[Contract, dict[str, Variant]] = {}
         for problem, variants in self.ours.items():
@@ -201,13 +245,16 @@ class _Bench:
             variants = list(wanted.values())
             records = self._checked(contract, variants)
             if records is None:
-                records = [record for v in variants for record in self._checked(contract, [v]) or []]
+                records = [
+                    record for v in variants for record in self._checked(contract, [v]) or []
+                ]
             journal.extend(records)
             known |= {(r.contract, r.variant): r.status for r in records}
             self.progress.step()
         self.progress.end()
         self.ours = {
-            p: [v for v in variants if known.get((p.contract, v.id)) == "ok"] for p, variants in self.ours.items()
+            p: [v for v in variants if known.get((p.contract, v.id)) == "ok"]
+            for p, variants in self.ours.items()
         }
 
     def _checked(self, contract: Contract, variants: list[Variant]) -> list[Check] | None:
@@ -222,13 +269,18 @@ class _Bench:
             ]  # fmt: skip
         if len(variants) > 1:
             return None
-        return [Check(contract=contract, variant=variants[0].id, status=got.status, reason=got.reason)]  # type: ignore[arg-type]
+        return [
+            Check(contract=contract, variant=variants[0].id, status=got.status, reason=got.reason)  # type: ignore[arg-type]
+        ]
 
     # -- time
 
     def _time(self, journal: Journal) -> None:
         done = timed(journal.records)
-        todo = sorted((p for p in self.config.all_problems() if p not in done), key=tried(journal.records).__contains__)
+        todo = sorted(
+            (p for p in self.config.all_problems() if p not in done),
+            key=tried(journal.records).__contains__,
+        )
         self.progress.start("time", len(todo))
         throttling = Throttling()
         for problem in todo:
@@ -246,20 +298,29 @@ class _Bench:
         self.progress.end()
 
     def _probed(self, problem: Problem) -> tuple[list[Record], list[Named]]:
-        """The peers' entries that may be timed here, each called once and checked; for the others a row with its reason."""
+        """The peers' entries that may be timed here, each called once and checked; for the others a
+        row with its reason.
+        """
         records: list[Record] = []
         ready: list[Named] = []
         for name, peer in self.peers.items():
             reason = peer.absent()
             if reason is None and peer.device != self.device.kind:
-                reason = f"runs on {peer.device} alone, this device is {self.device.name} ({self.device.kind})"
+                reason = (
+                    f"runs on {peer.device} alone, this device is {self.device.name}"
+                    f" ({self.device.kind})"
+                )
             entries: list[peers.Entry] = []
             if reason is None:
                 entries, reason = peer.serving(problem)
             if not entries:
-                records.append(_lost(problem, peer.variant(), Crashed("failed", reason or "it has no entries")))
+                records.append(
+                    _lost(problem, peer.variant(), Crashed("failed", reason or "it has no entries"))
+                )
             for entry in entries:
-                got = self._ask(bench_session.probe_task, problem, (name, entry.name), timeout=PROBE_TIMEOUT_S)
+                got = self._ask(
+                    bench_session.probe_task, problem, (name, entry.name), timeout=PROBE_TIMEOUT_S
+                )
                 variant = peer.variant(entry, problem)
                 if isinstance(got, Probe) and got.status == "ok":
                     check = Check(contract=problem.contract, variant=variant.id, status="ok", error=got.error,
@@ -271,7 +332,9 @@ class _Bench:
         return records, ready
 
     def _timed(self, problem: Problem, entries: list[Named]) -> list[Record]:
-        """Times a cell; after a crash without the entries that bring it about, each of which becomes a row that says so."""
+        """Times a cell; after a crash without the entries that bring it about, each of which
+        becomes a row that says so.
+        """
         ours, search = self.ours[problem], self.config.search
         floors = kernels.at(problem, self.device, self.floors[problem.contract])
         got = self._measure(problem, ours, floors, entries, search)
@@ -289,13 +352,22 @@ class _Bench:
                 return [Cell(problem=problem, **went(found.took))]
         bad = {e: crash for e, crash in alone.items() if isinstance(crash, Crashed)}
         if not bad:
-            together = Crashed(got.status, f"with others in one measurement, though not alone: {got.reason}")
+            together = Crashed(
+                got.status, f"with others in one measurement, though not alone: {got.reason}"
+            )
             bad = dict.fromkeys(entries, together)
-        records: list[Record] = [_lost(problem, self._variant(e, problem), crash) for e, crash in bad.items()]
+        records: list[Record] = [
+            _lost(problem, self._variant(e, problem), crash) for e, crash in bad.items()
+        ]
         return records + self._timed(problem, [e for e in entries if e not in bad])
 
     def _measure(
-        self, problem: Problem, ours: list[Variant], floors: list[Variant], entries: list[Named], search: Any
+        self,
+        problem: Problem,
+        ours: list[Variant],
+        floors: list[Variant],
+        entries: list[Named],
+        search: Any,
     ) -> Found | Crashed:
         limit = search.max_cell_seconds + CELL_GRACE_S + PROBE_TIMEOUT_S * bool(entries)
         cell = problem, ours, floors, entries, search
@@ -309,21 +381,30 @@ class _Bench:
         peer = self.peers[named[0]]
         return peer.variant(peer.entry(named[1]), problem)
 
-    def _cell(self, problem: Problem, ours: list[Variant], entries: list[Named], got: Found) -> list[Record]:
+    def _cell(
+        self, problem: Problem, ours: list[Variant], entries: list[Named], got: Found
+    ) -> list[Record]:
         timed: list[tuple[Any, Variant, list[float]]] = [
             *(("decode", v, us) for v, us in zip(ours, got.ours, strict=True)),
             *(("floor", v, us) for v, us in got.floors),
-            *(("peer", self._variant(e, problem), us) for e, us in zip(entries, got.peers, strict=True)),
+            *(
+                ("peer", self._variant(e, problem), us)
+                for e, us in zip(entries, got.peers, strict=True)
+            ),
         ]
         return [
             *(
-                Trial(problem=problem, variant=v, role=role, stage="final", status="ok", samples_us=us)
+                Trial(
+                    problem=problem, variant=v, role=role, stage="final", status="ok", samples_us=us
+                )
                 for role, v, us in timed
             ),
             Cell(
                 problem=problem,
                 **went(got.took),
-                default_variant=kernels.default(problem.contract, problem.work_units, self.device).id,
+                default_variant=kernels.default(
+                    problem.contract, problem.work_units, self.device
+                ).id,
                 choice=self.choices[problem],
             ),
         ]
@@ -332,14 +413,18 @@ class _Bench:
 
     def _finish(self, journal: Journal) -> Outcome:
         records, run = journal.records, journal.run
-        self.notes += failures([r for r in records if not (isinstance(r, Trial) and r.role == "peer")])
+        self.notes += failures(
+            [r for r in records if not (isinstance(r, Trial) and r.role == "peer")]
+        )
         try:
             table = derive(records, run)
         except (JournalError, MeasurementError) as e:
             self.notes.append(str(e))
             return Outcome(None, run, records, self.notes, 0)
         save(table, self.folder / "table.json")
-        return Outcome(table, run, records, self.notes, len(as_chosen(timed_cells(records), records)))
+        return Outcome(
+            table, run, records, self.notes, len(as_chosen(timed_cells(records), records))
+        )
 
 
 def _refused(e: GdntuneError) -> Crashed:
@@ -348,4 +433,11 @@ def _refused(e: GdntuneError) -> Crashed:
 
 def _lost(problem: Problem, variant: Variant, end: Probe | Crashed) -> Trial:
     """The row of a peer that has no times."""
-    return Trial(problem=problem, variant=variant, role="peer", stage="final", status=end.status, reason=end.reason)  # type: ignore[arg-type]
+    return Trial(
+        problem=problem,
+        variant=variant,
+        role="peer",
+        stage="final",
+        status=end.status,  # type: ignore[arg-type]
+        reason=end.reason,
+    )

@@ -1,4 +1,6 @@
-"""What a bench runs in its timing process: checks one entry of a peer at a cell, and times peers and our variants there together."""
+"""What a bench runs in its timing process: checks one entry of a peer at a cell, and times peers
+and our variants there together.
+"""
 
 import math
 import time
@@ -27,7 +29,9 @@ Named = tuple[str, str]  # a peer and one of its entries
 
 
 class Probe(NamedTuple):
-    """One call of an entry on fresh states: whether it ran and agreed with the reference, and by how much."""
+    """One call of an entry on fresh states: whether it ran and agreed with the reference, and by
+    how much.
+    """
 
     status: Literal["ok", "failed"]
     reason: str
@@ -36,7 +40,9 @@ class Probe(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A cell's final samples in microseconds, in the order that was asked for; floors: the best of those that were tried."""
+    """A cell's final samples in microseconds, in the order that was asked for; floors: the best of
+    those that were tried.
+    """
 
     ours: list[list[float]]
     floors: list[tuple[Variant, list[float]]]
@@ -47,12 +53,15 @@ class Found(NamedTuple):
 def probe_task(start: Start, problem: Problem, named: Named) -> Probe:
     """Calls an entry once at a cell's own sizes and compares a few requests with the reference.
 
-    An exception that leaves the device usable is the entry's failure; one that does not passes through, and ends this process.
+    An exception that leaves the device usable is the entry's failure; one that does not passes
+    through, and ends this process.
     """
     session = current(start)
     began = time.perf_counter()
 
-    def probe(status: Literal["ok", "failed"], reason: str = "", error: float | None = None) -> Probe:
+    def probe(
+        status: Literal["ok", "failed"], reason: str = "", error: float | None = None
+    ) -> Probe:
         return Probe(status, reason[:REASON_LENGTH], error, round(time.perf_counter() - began, 4))
 
     try:
@@ -62,7 +71,11 @@ def probe_task(start: Start, problem: Problem, named: Named) -> Probe:
         session.synchronize()
         return probe("failed", f"{type(e).__name__}: {' '.join(str(e).split())}")
     finite = verdict.error if verdict.error < float("inf") else None
-    return probe("ok", "", finite) if verdict.ok else probe("failed", f"check failed: {verdict.worst}", finite)
+    return (
+        probe("ok", "", finite)
+        if verdict.ok
+        else probe("failed", f"check failed: {verdict.worst}", finite)
+    )
 
 
 def _checked(session: Session, problem: Problem, named: Named) -> Any:
@@ -82,9 +95,16 @@ def _checked(session: Session, problem: Problem, named: Named) -> Any:
 
 
 def time_task(
-    start: Start, problem: Problem, ours: list[Variant], floors: list[Variant], entries: list[Named], search: Search
+    start: Start,
+    problem: Problem,
+    ours: list[Variant],
+    floors: list[Variant],
+    entries: list[Named],
+    search: Search,
 ) -> Found:
-    """Times our variants, the best floors and the entries of peers on shared tensors, interleaved in one measurement."""
+    """Times our variants, the best floors and the entries of peers on shared tensors, interleaved
+    in one measurement.
+    """
     session = current(start)
     before = settled(session.gpu)
     if throttled(before):
@@ -96,7 +116,10 @@ def time_task(
     def lay_out() -> LaidOut:
         calls = session.calls(problem, "decode", ours)
         floor_calls = session.calls(problem, "floor", best).calls if best else []
-        bound = [[peers.get(peer).entry(name).bind(case) for case in calls.cases] for peer, name in entries]
+        bound = [
+            [peers.get(peer).entry(name).bind(case) for case in calls.cases]
+            for peer, name in entries
+        ]
         cycles[:] = [of[0].cycle for of in bound]
         return LaidOut(calls, [*calls.calls, *floor_calls, *map(_peer_call, bound)])
 
@@ -104,7 +127,9 @@ def time_task(
     everything = range(len(sets[0].everything))
     rounds, stop = _rounds(session, sets[0].everything, search, began)
     # on each set of tensors whole cycles
-    if more := -rounds % (math.lcm(*cycles) * (search.placements if max(cycles, default=1) > 1 else 1)):
+    if more := -rounds % (
+        math.lcm(*cycles) * (search.placements if max(cycles, default=1) > 1 else 1)
+    ):
         rounds, stop = rounds + more, f"{stop}, and {more} to end whole cycles"
     samples = session.final(problem, sets, lay_out, everything, rounds, search.placements)
     after = clocks(session.gpu)
@@ -114,12 +139,16 @@ def time_task(
     return Found(samples[:n], timed_floors, [*map(_whole_cycles, samples[m:], cycles)], took)
 
 
-def _best_floors(session: Session, problem: Problem, ours: list[Variant], floors: list[Variant]) -> list[Variant]:
+def _best_floors(
+    session: Session, problem: Problem, ours: list[Variant], floors: list[Variant]
+) -> list[Variant]:
     """The best floors by a quick look, fastest first."""
     if len(floors) <= FLOORS_KEPT:
         return floors
     if session.chained is not None:
-        session.calls(problem, "decode", ours)  # the layers of a chain are those of the decode calls
+        session.calls(
+            problem, "decode", ours
+        )  # the layers of a chain are those of the decode calls
     calls = session.calls(problem, "floor", floors).calls
     looks = session.timer.measure(calls, LOOK_ROUNDS)
     best = sorted(range(len(calls)), key=lambda i: (summary(looks[i]).median_us, i))[:FLOORS_KEPT]
@@ -127,7 +156,9 @@ def _best_floors(session: Session, problem: Problem, ours: list[Variant], floors
 
 
 def _peer_call(bound: Sequence[Bound]) -> Callable[[int], Any]:
-    """An entry's call on the cell's tensors: as ours, on other slots each turn under `rotate`, in each layer under `chain`."""
+    """An entry's call on the cell's tensors: as ours, on other slots each turn under `rotate`, in
+    each layer under `chain`.
+    """
     return lambda turn: bound[turn % len(bound)].call()
 
 
@@ -139,7 +170,9 @@ def _whole_cycles(samples: Sequence[float], cycle: int) -> list[float]:
 def _rounds(
     session: Session, everything: Sequence[Callable[[int], Any]], search: Search, began: float
 ) -> tuple[int, str]:
-    """How many rounds fit into the cell's time, by what a round takes, launches of other libraries included, and the rule."""
+    """How many rounds fit into the cell's time, by what a round takes, launches of other libraries
+    included, and the rule.
+    """
     session.timer.measure(everything, 1)
     session.synchronize()
     look = time.perf_counter()
@@ -148,4 +181,7 @@ def _rounds(
     fit = int((search.max_cell_seconds - (time.perf_counter() - began)) / max(one_round, 1e-9))
     if fit >= search.final_rounds:
         return search.final_rounds, f"{search.final_rounds} rounds"
-    return max(min(search.final_rounds, LEAST_ROUNDS), fit), f"max_cell_seconds={search.max_cell_seconds:g}"
+    return (
+        max(min(search.final_rounds, LEAST_ROUNDS), fit),
+        f"max_cell_seconds={search.max_cell_seconds:g}",
+    )

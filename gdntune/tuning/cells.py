@@ -1,4 +1,6 @@
-"""Which cells a sweep times beyond those of its config: between two that choose otherwise, and such as the table is judged at."""
+"""Which cells a sweep times beyond those of its config: between two that choose otherwise, and such
+as the table is judged at.
+"""
 
 import itertools
 import math
@@ -16,11 +18,13 @@ from gdntune.tuning.config import Config, HeldOut, Search
 
 
 def crossovers(config: Config, records: Sequence[Record], run: Run) -> list[Problem]:
-    """The cells that `search.bisect` asks for next, given what was timed; none where the crossovers are narrow enough.
+    """The cells that `search.bisect` asks for next, given what was timed; none where the crossovers
+    are narrow enough.
 
-    A contract's neighbouring cells are a crossover where the table as it now is chooses otherwise at them, and one of the two choices
-    loses more than `search.regret` at the other's cell, or has no times there. Between them comes the legal problem nearest to the
-    geometric mean of their work units. Where `search.extra_cells` do not suffice, those that lose most come first; where a cell
+    A contract's neighbouring cells are a crossover where the table as it now is chooses otherwise
+    at them, and one of the two choices loses more than `search.regret` at the other's cell, or has
+    no times there. Between them comes the legal problem nearest to the geometric mean of their work
+    units. Where `search.extra_cells` do not suffice, those that lose most come first; where a cell
     between two failed, no other is tried.
     """
     search = config.search
@@ -55,7 +59,9 @@ def crossovers(config: Config, records: Sequence[Record], run: Run) -> list[Prob
 
 
 def _loss(rule: Rule, a: Timed, b: Timed, limit: float) -> float:
-    """How much the choices of two neighbours lose at the other's cell, at most; 0 where they are equal, or both tie there."""
+    """How much the choices of two neighbours lose at the other's cell, at most; 0 where they are
+    equal, or both tie there.
+    """
     mine, other = rule.at(a.work_units).variant, rule.at(b.work_units).variant
     worst = 0.0
     for cell, name in ((a, other), (b, mine)):
@@ -67,14 +73,21 @@ def _loss(rule: Rule, a: Timed, b: Timed, limit: float) -> float:
 
 
 def effort(config: Config, problem: Problem) -> Search:
-    """What the sweep spends on a cell: with a workload, final rounds, and the time for them, by the cell's share of its steps."""
+    """What the sweep spends on a cell: with a workload, final rounds, and the time for them, by the
+    cell's share of its steps.
+    """
     search = config.search
     if not isinstance(search.workload, tuple):
         return search
     contract = problem.contract
-    units = {p.work_units for p in config.problems() if p.contract == contract} | {problem.work_units}
+    units = {p.work_units for p in config.problems() if p.contract == contract} | {
+        problem.work_units
+    }
     share = workload.shares(
-        search.workload, contract.tokens, sorted({HV for HV, _ in _heads(config, contract)}), sorted(units)
+        search.workload,
+        contract.tokens,
+        sorted({HV for HV, _ in _heads(config, contract)}),
+        sorted(units),
     )[problem.work_units]
     rounds = workload.rounds(share, len(units), search.final_rounds)
     longer = max(1.0, rounds / search.final_rounds)
@@ -84,10 +97,13 @@ def effort(config: Config, problem: Problem) -> Search:
 
 
 def held_out(config: Config, records: Sequence[Record]) -> list[Problem]:
-    """The cells of `search.held_out`, in order: those of its list, or for each contract its number of them.
+    """The cells of `search.held_out`, in order: those of its list, or for each contract its number
+    of them.
 
-    The number's are spread evenly over the logarithm of work units, from the smallest to the largest cell of the config, and are no
-    cell that has a part in choosing: neither the config's nor one of `crossovers`. Where there are fewer legal ones, fewer.
+    The number's are spread evenly over the logarithm of work units, from the smallest to the
+    largest cell of the config, and are no
+    cell that has a part in choosing: neither the config's nor one of `crossovers`. Where there are
+        fewer legal ones, fewer.
     """
     wanted = config.search.held_out
     if isinstance(wanted, tuple):
@@ -98,7 +114,9 @@ def held_out(config: Config, records: Sequence[Record]) -> list[Problem]:
     found: list[Problem] = []
     for contract, units in sorted(own.items()):
         low, high = min(units), max(units)
-        taken = units | {p.work_units for p in marked(records, "bisection") if p.contract == contract}
+        taken = units | {
+            p.work_units for p in marked(records, "bisection") if p.contract == contract
+        }
         for i in range(wanted):
             target = low * (high / low) ** ((i + 0.5) / wanted)
             problem = _nearest(config, contract, target, low, high, taken)
@@ -109,7 +127,9 @@ def held_out(config: Config, records: Sequence[Record]) -> list[Problem]:
 
 
 def listed_held_out(config: Config) -> list[Problem]:
-    """The problems of a `search.held_out` that is a list; ConfigError for one that no part has, or that is a cell of the config."""
+    """The problems of a `search.held_out` that is a list; ConfigError for one that no part has, or
+    that is a cell of the config.
+    """
     wanted = config.search.held_out
     own = {(p.contract, p.work_units) for p in config.problems()}
     found: dict[Problem, None] = {}
@@ -117,16 +137,20 @@ def listed_held_out(config: Config) -> list[Problem]:
         path = f"{config.name}: $.search.held_out[{i}]"
         problems = list(_of_parts(config, one))
         if not problems:
-            said = ", ".join(f"{k}={v}" for k, v in msgspec.structs.asdict(one).items() if v is not None)
+            said = ", ".join(
+                f"{k}={v}" for k, v in msgspec.structs.asdict(one).items() if v is not None
+            )
             tokens = sorted({c.tokens for c in config.all_contracts()})
             raise ConfigError(
-                f"{path}: no contract is held out at {said}: accepted are tokens of {listed(tokens)} and shards that divide H"
+                f"{path}: no contract is held out at {said}: accepted are tokens of"
+                f" {listed(tokens)} and shards that divide H"
             )
         for p in problems:
             if (p.contract, p.work_units) in own:
                 raise ConfigError(
-                    f"{path}: batch={one.batch} with HV={p.HV} is {p.work_units} work units of {p.contract.key()}, where the config "
-                    "has a cell: accepted are others, since a held-out cell has no part in choosing"
+                    f"{path}: batch={one.batch} with HV={p.HV} is {p.work_units} work units of"
+                    f" {p.contract.key()}, where the config has a cell: accepted are others, since"
+                    " a held-out cell has no part in choosing"
                 )
             found[p] = None
     return sorted(found)
@@ -153,9 +177,11 @@ def _heads(config: Config, contract: Contract) -> set[tuple[int, int]]:
 def _nearest(
     config: Config, contract: Contract, target: float, low: int, high: int, taken: Collection[int]
 ) -> Problem | None:
-    """The problem with a shard's heads whose work units are nearest to `target`, between two bounds and none of `taken`.
+    """The problem with a shard's heads whose work units are nearest to `target`, between two bounds
+    and none of `taken`.
 
-    Of several with equal work units the one with the most heads a request, as the config's own cells have it.
+    Of several with equal work units the one with the most heads a request, as the config's own
+    cells have it.
     """
     possible = (
         (abs(math.log(B * HV / target)), -HV, -H, B)

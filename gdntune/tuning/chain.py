@@ -1,6 +1,8 @@
-"""The L2 policy `chain`: what a call costs a model, timed in many layers that each do what a model does around it.
+"""The L2 policy `chain`: what a call costs a model, timed in many layers that each do what a model
+does around it.
 
-On CUDA a time is that of the layers in a CUDA graph less that of the same layers without the call, a layer: what the call leaves
+On CUDA a time is that of the layers in a CUDA graph less that of the same layers without the call,
+    a layer: what the call leaves
 to those after it, modified lines in L2 above all, is in it.
 """
 
@@ -21,14 +23,16 @@ from gdntune.errors import MeasurementError, UnsupportedProblem
 from gdntune.problem import ITEMSIZE, Problem
 from gdntune.timing import Call, GraphTimer, Policy, Reader, Timer
 
-# Layers, at most, and the bytes read between two, about the weights of a layer's linear attention in Qwen3.5.
+# Layers, at most, and the bytes read between two, about the weights of a layer's linear attention
+# in Qwen3.5.
 CHAIN_LAYERS = {"cuda": 12, "cpu": 4}
 WEIGHT_BYTES = 64 << 20
 LEAST_LAYERS = 4
 # What the layers' pools may take of the device's memory, and what the fewest layers may.
 MEMORY_SHARE = 0.4
 LARGEST_SHARE = 0.8
-# Between the slots of a pool, as where an engine keeps the convolution's state beside them: 17 cache lines, so that slots begin at no
+# Between the slots of a pool, as where an engine keeps the convolution's state beside them: 17
+# cache lines, so that slots begin at no
 # multiple of a page.
 SLOT_GAP_BYTES = 17 * 128
 ALIGNMENT = 256  # of each tensor that a producer writes, as torch's allocator gives it
@@ -37,38 +41,50 @@ PRODUCED = ("q", "k", "v", "a", "b", "output")
 
 
 def layer_bytes(problem: Problem) -> int:
-    """The most that a layer keeps: the kernels' states and those between tokens, the floor's own, and what flows, with its copy."""
+    """The most that a layer keeps: the kernels' states and those between tokens, the floor's own,
+    and what flows, with its copy.
+    """
     c = problem.contract
     states = 2 * (1 + (0 if c.intermediate == "none" else c.tokens))
-    return states * sol.state_bytes(problem) + 2 * (sol.bytes_moved(problem) - sol.floor_bytes(problem))
+    return states * sol.state_bytes(problem) + 2 * (
+        sol.bytes_moved(problem) - sol.floor_bytes(problem)
+    )
 
 
 def layers_of(problem: Problem, device: Device) -> int:
-    """How many layers a chain of this problem has: 12 (4 on the CPU), fewer where their pools would take 40% of the memory, at least 4.
+    """How many layers a chain of this problem has: 12 (4 on the CPU), fewer where their pools would
+    take 40% of the memory, at least 4.
 
     MeasurementError where four do not fit.
     """
     each = layer_bytes(problem)
     if LEAST_LAYERS * each > LARGEST_SHARE * device.memory_bytes:
         raise MeasurementError(
-            f"{problem.key()} under chain: {LEAST_LAYERS} layers of {each / 2**30:.1f} GiB are more than {LARGEST_SHARE:.0%} of the "
-            f"{device.memory_bytes / 2**30:.0f} GiB of {device.name}; accepted are smaller batches, or another L2 policy"
+            f"{problem.key()} under chain: {LEAST_LAYERS} layers of {each / 2**30:.1f} GiB are more"
+            f" than {LARGEST_SHARE:.0%} of the {device.memory_bytes / 2**30:.0f} GiB of"
+            f" {device.name}; accepted are smaller batches, or another L2 policy"
         )
-    return max(LEAST_LAYERS, min(CHAIN_LAYERS[device.kind], int(MEMORY_SHARE * device.memory_bytes / each)))
+    return max(
+        LEAST_LAYERS, min(CHAIN_LAYERS[device.kind], int(MEMORY_SHARE * device.memory_bytes / each))
+    )
 
 
 class Chain:
-    """The layers of a problem: each with a pool of its own, in shuffled slots, and with its own q, k, v, a, b and output.
+    """The layers of a problem: each with a pool of its own, in shuffled slots, and with its own q,
+    k, v, a, b and output.
 
-    produce(layer) writes these five in one kernel, from a source that is the same for all layers; the output too, which a model's
-    allocator would have handed out again and which is otherwise found in L2 only by a chain with the call. use(layer) reads the
-    output and writes as much elsewhere, as a gated norm does. All states begin with the same values.
+    produce(layer) writes these five in one kernel, from a source that is the same for all layers;
+    the output too, which a model's allocator would have handed out again and which is otherwise
+    found in L2 only by a chain with the call. use(layer) reads the output and writes as much
+    elsewhere, as a gated norm does. All states begin with the same values.
     """
 
     def __init__(self, problem: Problem, place: str, layers: int) -> None:
         self.layers = layers
         gap = SLOT_GAP_BYTES // ITEMSIZE[problem.contract.state_dtype]
-        made = [make_case(problem, place, seed=layer, slot_stride_pad=gap) for layer in range(layers)]
+        made = [
+            make_case(problem, place, seed=layer, slot_stride_pad=gap) for layer in range(layers)
+        ]
         first = made[0]
         first.output.zero_()  # what a floor, which writes none, leaves there is finite
         flowing = {name: getattr(first, name) for name in PRODUCED}
@@ -98,7 +114,9 @@ class Chain:
         self._produce: list[Callable[[], Any]] = [
             functools.partial(torch.bitwise_or, buffers[0], 0, out=row) for row in buffers[1:]
         ]
-        self._use: list[Callable[[], Any]] = [functools.partial(torch.neg, c.output, out=used) for c in self.cases]
+        self._use: list[Callable[[], Any]] = [
+            functools.partial(torch.neg, c.output, out=used) for c in self.cases
+        ]
 
     def produce(self, layer: int) -> None:
         """Writes q, k, v, a, b and, with zeros, the output of a layer."""
@@ -110,7 +128,9 @@ class Chain:
 
 
 class Chained:
-    """What the timers of a chain share: the chain around the calls, set before they are measured. A call's argument is its layer."""
+    """What the timers of a chain share: the chain around the calls, set before they are measured. A
+    call's argument is its layer.
+    """
 
     chain: Chain | None = None
     weights: Call
@@ -118,7 +138,9 @@ class Chained:
     def around(self) -> Chain:
         """The chain; UnsupportedProblem where none is set."""
         if self.chain is None:
-            raise UnsupportedProblem("l2='chain' without layers: set the timer's `chain` to those around the calls")
+            raise UnsupportedProblem(
+                "l2='chain' without layers: set the timer's `chain` to those around the calls"
+            )
         return self.chain
 
     @property
@@ -128,9 +150,13 @@ class Chained:
 
 
 class ChainTimer(Chained, GraphTimer):
-    """A graph of layers, each of producer, call, use of its output and a read of weights, less one without the calls, a layer."""
+    """A graph of layers, each of producer, call, use of its output and a read of weights, less one
+    without the calls, a layer.
+    """
 
-    def __init__(self, policy: Policy, weights: Call, recorder: graphs.Recorder, note: str | None = None) -> None:
+    def __init__(
+        self, policy: Policy, weights: Call, recorder: graphs.Recorder, note: str | None = None
+    ) -> None:
         super().__init__(policy, None, recorder, note=note)
         self.weights = weights
 
@@ -147,7 +173,8 @@ class ChainTimer(Chained, GraphTimer):
 class CpuChainTimer(Chained, Timer):
     """The host's clock around the calls in the layers of a chain, a layer.
 
-    Not a difference: on a CPU two runs of the same chain differ by more than what a call costs those after it.
+    Not a difference: on a CPU two runs of the same chain differ by more than what a call costs
+        those after it.
     """
 
     def __init__(self, policy: Policy, weights: Call, note: str | None = None) -> None:
@@ -170,8 +197,11 @@ class CpuChainTimer(Chained, Timer):
         return times
 
 
-def make_chain_timer(device: Device, policy: Policy, reader: Reader | None = None) -> ChainTimer | CpuChainTimer:
-    """The timer of a policy whose L2 policy is `chain`, with weights for its layers on the current device.
+def make_chain_timer(
+    device: Device, policy: Policy, reader: Reader | None = None
+) -> ChainTimer | CpuChainTimer:
+    """The timer of a policy whose L2 policy is `chain`, with weights for its layers on the current
+    device.
 
     reader: as for `timing.make_timer`, needed on CUDA. Raises what `Policy.resolve` raises.
     """
@@ -182,7 +212,8 @@ def make_chain_timer(device: Device, policy: Policy, reader: Reader | None = Non
     if reader is not None and device.kind == "cuda":
         rows = torch.zeros(layers, WEIGHT_BYTES // 4, dtype=torch.int32, device="cuda")
         return ChainTimer(resolved, lambda layer: reader(rows[layer]), graphs.GraphRecorder(), note)
-    # Twice the last-level cache in all, in whole MiB. Ones, not zeros: pages of calloc are all one page until they are written.
+    # Twice the last-level cache in all, in whole MiB. Ones, not zeros: pages of calloc are all one
+    # page until they are written.
     size = -(-2 * device.l2_bytes // layers >> 20) << 20
     ones = torch.ones(layers, size // 4, dtype=torch.float32)
     return CpuChainTimer(resolved, lambda layer: ones[layer].sum(), note)

@@ -1,4 +1,6 @@
-"""configs/*.yaml: what a sweep measures. Contracts, cells, kernels, timing policy and effort of the search."""
+"""configs/*.yaml: what a sweep measures. Contracts, cells, kernels, timing policy and effort of the
+search.
+"""
 
 import dataclasses
 import difflib
@@ -28,17 +30,21 @@ Knob = Annotated[tuple[int | str | bool, ...], msgspec.Meta(min_length=1)]
 
 # What is given once for all contracts of a part, and where.
 _SHARED = {"tokens": "tokens", "K": "model.K", "V": "model.V"}
-# The default of a key that a config with parts may leave to them; `parse` refuses a part without it.
+# The default of a key that a config with parts may leave to them; `parse` refuses a part without
+# it.
 _LEFT_OUT: Any = None
-# The fields that every hash covers. One added since is left out while it has its default, so that published hashes stay true.
+# The fields that every hash covers. One added since is left out while it has its default, so that
+# published hashes stay true.
 _HASHED = {
     "Config": "name model batch contracts about device shards tokens policy kernels search",
     "Part": "name model batch contracts shards tokens kernels",
     "Model": "H HV K V",
     "Policy": "timer l2",
     "Search": "screen_rounds keep final_rounds max_cell_seconds regret",
-    "ContractPart": "op layout input_dtype state_dtype gate_dtype beta_dtype A_log_dtype dt_bias_dtype gate beta mode intermediate "
-    "accepted pool ragged",
+    "ContractPart": (
+        "op layout input_dtype state_dtype gate_dtype beta_dtype A_log_dtype dt_bias_dtype gate"
+        " beta mode intermediate accepted pool ragged"
+    ),
 }
 
 if TYPE_CHECKING:
@@ -46,7 +52,11 @@ if TYPE_CHECKING:
 else:
     ContractPart = msgspec.defstruct(
         "ContractPart",
-        [(f.name, f.type, f.default) for f in msgspec.structs.fields(Contract) if f.name not in _SHARED],
+        [
+            (f.name, f.type, f.default)
+            for f in msgspec.structs.fields(Contract)
+            if f.name not in _SHARED
+        ],
         frozen=True,
         forbid_unknown_fields=True,
     )
@@ -62,7 +72,9 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HeldOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Cells that have no part in choosing: a batch size B of each contract, or of those with `tokens`, with a shard's heads."""
+    """Cells that have no part in choosing: a batch size B of each contract, or of those with
+    `tokens`, with a shard's heads.
+    """
 
     batch: Count
     shards: Count = 1
@@ -72,16 +84,23 @@ class HeldOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How much a sweep spends on a cell.
 
-    screen_rounds: samples by which the leaders are found: of all variants half of them, three at least, then of the better third the rest.
-    keep: leaders timed again. final_rounds: samples of each of them; 200 is where a 1% difference of means decides. placements: sets of
-    tensors, each elsewhere in memory, among which the final rounds are shared out: on one set a variant's lead of 1% may be its place's.
-    max_cell_seconds: a cell's timing ends here, with the rounds it has. regret: how much slower than a cell's best the chosen variant may
+    screen_rounds: samples by which the leaders are found: of all variants half of them, three at
+        least, then of the better third the rest.
+    keep: leaders timed again. final_rounds: samples of each of them; 200 is where a 1% difference
+        of means decides. placements: sets of
+    tensors, each elsewhere in memory, among which the final rounds are shared out: on one set a
+        variant's lead of 1% may be its place's.
+    max_cell_seconds: a cell's timing ends here, with the rounds it has. regret: how much slower
+        than a cell's best the chosen variant may
     be, where that saves an interval or a variant.
-    bisect: where neighbouring cells choose otherwise, cells between them are timed until their work units are within this ratio, as 1.1;
+    bisect: where neighbouring cells choose otherwise, cells between them are timed until their work
+        units are within this ratio, as 1.1;
     none where it is left out. extra_cells: how many a contract that adds at most.
-    held_out: cells that the table is judged at and that have no part in it: a number for each contract, spread between its smallest and
+    held_out: cells that the table is judged at and that have no part in it: a number for each
+        contract, spread between its smallest and
     largest cell, or a list.
-    workload: the steps of a serving engine, or a CSV of them, a path from the config's folder: cells get final rounds by their share of
+    workload: the steps of a serving engine, or a CSV of them, a path from the config's folder:
+        cells get final rounds by their share of
     the steps, and the report says what a step saves.
     """
 
@@ -100,9 +119,12 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model's cells: its contracts at all its tokens, and its batch sizes at all its shards.
 
-    batch: batch sizes B. shards: tensor-parallel shards; shard s has H/s and HV/s heads. tokens: T, each a contract of its own.
-    contracts: what is computed, `Contract`'s fields without tokens, K and V, which come from `tokens` and `model`.
-    kernels: where given, only these decode kernels are tried, and of each only the listed values of the listed knobs.
+    batch: batch sizes B. shards: tensor-parallel shards; shard s has H/s and HV/s heads. tokens: T,
+        each a contract of its own.
+    contracts: what is computed, `Contract`'s fields without tokens, K and V, which come from
+        `tokens` and `model`.
+    kernels: where given, only these decode kernels are tried, and of each only the listed values of
+        the listed knobs.
     """
 
     name: Name
@@ -110,14 +132,20 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)] = _LEFT_OUT
     contracts: Annotated[tuple[ContractPart, ...], msgspec.Meta(min_length=1)] = _LEFT_OUT
     shards: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)] = (1,)
-    tokens: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)], ...], msgspec.Meta(min_length=1)] = (1,)
+    tokens: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)], ...], msgspec.Meta(min_length=1)
+    ] = (1,)
     kernels: dict[str, dict[str, Knob]] = {}
 
     def own_contracts(self) -> tuple[Contract, ...]:
         """Every contract at every T, sorted, each once."""
         parts = [msgspec.structs.asdict(part) for part in self.contracts]
         sizes = {"K": self.model.K, "V": self.model.V}
-        return tuple(sorted({Contract(**{**part, **sizes, "tokens": t}) for part in parts for t in self.tokens}))
+        return tuple(
+            sorted(
+                {Contract(**{**part, **sizes, "tokens": t}) for part in parts for t in self.tokens}
+            )
+        )
 
     def own_cells(self) -> Iterator[tuple[int, Problem]]:
         """Every contract at each batch size of each shard, with the shards, the least first."""
@@ -131,7 +159,8 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return True
         wanted = self.kernels.get(variant.kernel)
         return wanted is not None and all(
-            any(same(value, variant.knobs.get(knob)) for value in values) for knob, values in wanted.items()
+            any(same(value, variant.knobs.get(knob)) for value in values)
+            for knob, values in wanted.items()
         )
 
     def values(self) -> Iterator[tuple[str, str, int | str | bool]]:
@@ -147,8 +176,8 @@ _INHERITED = tuple(f for f in Part.__struct_fields__ if f != "name")
 class Config(Part, frozen=True, forbid_unknown_fields=True):
     """A config file. Made by `load` or `parse`.
 
-    It is one part itself, or has `parts`, for which the keys of a part that stand at the top are the defaults; `parse` writes these
-    into the parts, and leaves none at the top.
+    It is one part itself, or has `parts`, for which the keys of a part that stand at the top are
+    the defaults; `parse` writes these into the parts, and leaves none at the top.
     """
 
     about: str = ""
@@ -166,7 +195,9 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
         return tuple(sorted({c for part in self.each_part() for c in part.own_contracts()}))
 
     def problems(self) -> tuple[Problem, ...]:
-        """The cells, sorted by contract, then work units: each pair once, with the least sharded heads, of the first part that has them."""
+        """The cells, sorted by contract, then work units: each pair once, with the least sharded
+        heads, of the first part that has them.
+        """
         least: dict[tuple[Contract, int], tuple[int, Problem]] = {}
         for part in self.each_part():
             for shards, problem in part.own_cells():
@@ -176,8 +207,12 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
         return tuple(least[key][1] for key in sorted(least))
 
     def all_problems(self) -> tuple[Problem, ...]:
-        """Every cell of every part, sorted, each contract, B, H and HV once, also where work units are equal: what a bench times."""
-        return tuple(sorted({problem for part in self.each_part() for _, problem in part.own_cells()}))
+        """Every cell of every part, sorted, each contract, B, H and HV once, also where work units
+        are equal: what a bench times.
+        """
+        return tuple(
+            sorted({problem for part in self.each_part() for _, problem in part.own_cells()})
+        )
 
     def admitted(self, contract: Contract, variants: Sequence[Variant]) -> tuple[Variant, ...]:
         """Those decode variants that a part with this contract lets be tried."""
@@ -185,42 +220,60 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
         return tuple(v for v in variants if any(part.admits(v) for part in parts))
 
     def only(self, patterns: Collection[str]) -> "Config":
-        """A config of the parts whose names match a pattern (`gdn-*`), named after the patterns; ConfigError for one that matches none."""
+        """A config of the parts whose names match a pattern (`gdn-*`), named after the patterns;
+        ConfigError for one that matches none.
+        """
         names = [part.name for part in self.parts]
         for pattern in patterns:
             if not fnmatch.filter(names, pattern):
                 there = f"its parts are {listed(names)}" if names else "it has no parts"
-                raise ConfigError(f"{self.name} has no part {pattern!r}{strict.near(pattern, names)}: {there}")
-        kept = tuple(part for part in self.parts if any(fnmatch.fnmatchcase(part.name, p) for p in patterns))
+                raise ConfigError(
+                    f"{self.name} has no part {pattern!r}{strict.near(pattern, names)}: {there}"
+                )
+        kept = tuple(
+            part for part in self.parts if any(fnmatch.fnmatchcase(part.name, p) for p in patterns)
+        )
         labels = [re.sub("[^a-z0-9._-]", "", pattern).strip("._-") for pattern in patterns]
-        return msgspec.structs.replace(self, name=".".join([self.name, *filter(None, labels)]), parts=kept)
+        return msgspec.structs.replace(
+            self, name=".".join([self.name, *filter(None, labels)]), parts=kept
+        )
 
     def check_kernels(self, known: Mapping[str, Kernel]) -> None:
-        """Raises ConfigError where `kernels` names a kernel that is not known, or a knob that it has not."""
-        names = {name: [f.name for f in dataclasses.fields(kernel.knobs)] for name, kernel in known.items()}
+        """Raises ConfigError where `kernels` names a kernel that is not known, or a knob that it
+        has not.
+        """
+        names = {
+            name: [f.name for f in dataclasses.fields(kernel.knobs)]
+            for name, kernel in known.items()
+        }
         for path, part in self._kernels():
             for kernel, wanted in part.kernels.items():
                 if kernel not in names:
                     near = strict.near(kernel, names)
                     raise ConfigError(
-                        f"{self.name}: {path} has the unknown key `{kernel}`{near}: accepted are {listed(names)}"
+                        f"{self.name}: {path} has the unknown key `{kernel}`{near}: accepted are"
+                        f" {listed(names)}"
                     )
                 for knob in wanted:
                     if knob not in names[kernel]:
                         near = strict.near(knob, names[kernel])
                         raise ConfigError(
-                            f"{self.name}: {path}.{kernel} has the unknown key `{knob}`{near}: accepted are {listed(names[kernel])}"
+                            f"{self.name}: {path}.{kernel} has the unknown key `{knob}`{near}:"
+                            f" accepted are {listed(names[kernel])}"
                         )
 
     def check_knobs(self, known: Mapping[str, Kernel]) -> None:
-        """Raises ConfigError where `kernels` lists a value that no legal variant has, at any contract of the parts that list it.
+        """Raises ConfigError where `kernels` lists a value that no legal variant has, at any
+        contract of the parts that list it.
 
         For a whole file: what `only` leaves of one may lack the part that a value is for.
         """
         for path, part in self._kernels():
             for kernel, knob, value in part.values():
                 listing = [
-                    p for p in self.each_part() if any(same(x, value) for x in p.kernels.get(kernel, {}).get(knob, ()))
+                    p
+                    for p in self.each_part()
+                    if any(same(x, value) for x in p.kernels.get(kernel, {}).get(knob, ()))
                 ]
                 contracts = sorted({c for p in listing for c in p.own_contracts()})
                 accepted = _refused(known[kernel], knob, value, contracts)
@@ -231,7 +284,8 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
                         else f"{kernel} serves none of the contracts, leave it out"
                     )
                     raise ConfigError(
-                        f"{self.name}: {path}.{kernel}.{knob} lists {value}, which no legal variant has at the contracts: {said}"
+                        f"{self.name}: {path}.{kernel}.{knob} lists {value}, which no legal variant"
+                        f" has at the contracts: {said}"
                     )
 
     def _kernels(self) -> Iterator[tuple[str, Part]]:
@@ -241,8 +295,12 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
 
     @property
     def sha256(self) -> str:
-        """Of what decides the sweep: comments, the order of keys, defaults written out and `about` do not change it."""
-        content = msgspec.json.encode(_hashed(msgspec.structs.replace(self, about="")), order="sorted")
+        """Of what decides the sweep: comments, the order of keys, defaults written out and `about`
+        do not change it.
+        """
+        content = msgspec.json.encode(
+            _hashed(msgspec.structs.replace(self, about="")), order="sorted"
+        )
         return hashlib.sha256(content).hexdigest()
 
 
@@ -251,10 +309,14 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def _refused(kernel: Kernel, knob: str, value: Any, contracts: Sequence[Contract]) -> list[Any] | None:
-    """None where a legal variant has a value of a knob at one of the contracts, else the values that are worth trying there.
+def _refused(
+    kernel: Kernel, knob: str, value: Any, contracts: Sequence[Contract]
+) -> list[Any] | None:
+    """None where a legal variant has a value of a knob at one of the contracts, else the values
+    that are worth trying there.
 
-    Legal is what is worth trying, and what the kernel does not refuse of the value with all that others are worth trying with.
+    Legal is what is worth trying, and what the kernel does not refuse of the value with all that
+    others are worth trying with.
     """
     device = arch.detect("cpu") if kernel.device == "cpu" else arch.target("sm_90a")
     # of each contract, the values of each knob
@@ -272,7 +334,9 @@ def _refused(kernel: Kernel, knob: str, value: Any, contracts: Sequence[Contract
 
 
 def _worth_trying(kernel: Kernel, contract: Contract, device: arch.Device) -> dict[str, list[Any]]:
-    """The values of each knob in a kernel's space, or in its default rule; empty where it does not serve the contract."""
+    """The values of each knob in a kernel's space, or in its default rule; empty where it does not
+    serve the contract.
+    """
     try:
         settings = kernel.space(contract, device) or (kernel.default(contract, 1, device),)
     except ValueError:
@@ -282,18 +346,24 @@ def _worth_trying(kernel: Kernel, contract: Contract, device: arch.Device) -> di
 
 
 def _hashed(value: Any) -> Any:
-    """Plain data that a hash is of: a struct without the fields that came after its first hash and have their defaults."""
+    """Plain data that a hash is of: a struct without the fields that came after its first hash and
+    have their defaults.
+    """
     if isinstance(value, tuple):
         return [_hashed(x) for x in value]
     if not isinstance(value, msgspec.Struct):
         return value
     first = _HASHED.get(type(value).__name__, "").split()
     fields = {f.name: (getattr(value, f.name), f.default) for f in msgspec.structs.fields(value)}
-    return {name: _hashed(x) for name, (x, default) in fields.items() if name in first or x != default}
+    return {
+        name: _hashed(x) for name, (x, default) in fields.items() if name in first or x != default
+    }
 
 
 def load(path: str | os.PathLike[str]) -> Config:
-    """The config in a YAML file, with the steps of a workload's CSV; ConfigError names the file, the key's path, and what is accepted."""
+    """The config in a YAML file, with the steps of a workload's CSV; ConfigError names the file,
+    the key's path, and what is accepted.
+    """
     path = Path(path)
     try:
         data = path.read_bytes()
@@ -301,7 +371,9 @@ def load(path: str | os.PathLike[str]) -> Config:
         there = sorted(p.stem for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.stem, there, n=1)
         hint = f"; did you mean {path.with_name(close[0] + '.yaml')}?" if close else ""
-        raise ConfigError(f"{path}: {e.strerror}{hint}; accepted is a YAML file such as configs/quickstart.yaml") from e
+        raise ConfigError(
+            f"{path}: {e.strerror}{hint}; accepted is a YAML file such as configs/quickstart.yaml"
+        ) from e
     config = parse(data, str(path))
     trace = config.search.workload
     if isinstance(trace, str):
@@ -334,7 +406,9 @@ def _parts_of(raw: Any) -> list[Any]:
 
 
 def _check_contracts(raw: Any, path: str, source: str) -> None:
-    """Refuses what a contract may not have since its part gives it; the type alone would call it unknown."""
+    """Refuses what a contract may not have since its part gives it; the type alone would call it
+    unknown.
+    """
     contracts = raw.get("contracts") if isinstance(raw, dict) else None
     for i, contract in enumerate(contracts if isinstance(contracts, list) else ()):
         for name in _SHARED.keys() & contract.keys() if isinstance(contract, dict) else ():
@@ -345,13 +419,18 @@ def _check_contracts(raw: Any, path: str, source: str) -> None:
 
 
 def _faults(config: Config, written: list[Any]) -> Iterator[tuple[str, str]]:
-    """What no single value shows: where, and what is wrong with it. written: the parts as they stand in the file."""
+    """What no single value shows: where, and what is wrong with it. written: the parts as they
+    stand in the file.
+    """
     names = [part.name for part in config.parts]
     for i, name in enumerate(names):
         if name in names[:i]:
             yield (
                 f"$.parts[{i}].name",
-                f" is {name!r}, as $.parts[{names.index(name)}].name is: accepted is a name of its own",
+                (
+                    f" is {name!r}, as $.parts[{names.index(name)}].name is: accepted is a name of"
+                    " its own"
+                ),
             )
     for i, part in enumerate(config.each_part()):
         keys, path = (written[i], f"$.parts[{i}]") if config.parts else (_INHERITED, "$")
@@ -368,40 +447,70 @@ def _part_faults(part: Part) -> Iterator[tuple[str, str, str]]:
     """The key that is to blame, or none, the place below it, and what is wrong."""
     lacking = [name for name in ("model", "batch", "contracts") if getattr(part, name) is _LEFT_OUT]
     if lacking:
-        yield "", "", f" lacks the key `{lacking[0]}`: a config gives it at the top, or in each of its `parts`"
+        yield (
+            "",
+            "",
+            (
+                f" lacks the key `{lacking[0]}`: a config gives it at the top, or in each of its"
+                " `parts`"
+            ),
+        )
         return
     sizes = list(_size_faults(part))
-    yield from sizes or (("", "", f": {fault}") for _, p in part.own_cells() if (fault := problem_fault(p)))
+    yield from sizes or (
+        ("", "", f": {fault}") for _, p in part.own_cells() if (fault := problem_fault(p))
+    )
 
 
 def _size_faults(part: Part) -> Iterator[tuple[str, str, str]]:
     H, HV = part.model.H, part.model.HV
     if HV % H:
-        yield "model", ".HV", f": HV={HV} is not a multiple of H={H}: each q/k head serves HV/H value heads"
+        yield (
+            "model",
+            ".HV",
+            f": HV={HV} is not a multiple of H={H}: each q/k head serves HV/H value heads",
+        )
     for i, s in enumerate(part.shards):
         if H % s:
             possible = listed(n for n in range(1, min(H, 1024) + 1) if H % n == 0)
             why = "less than one q/k head" if s > H else "a fraction of a q/k head"
-            yield "shards", f"[{i}]", f": {s} shards of H={H} have {why} each: accepted are {possible}"
+            yield (
+                "shards",
+                f"[{i}]",
+                f": {s} shards of H={H} have {why} each: accepted are {possible}",
+            )
     for i, contract in enumerate(part.contracts):
-        fields = {**msgspec.structs.asdict(contract), "K": part.model.K, "V": part.model.V, "tokens": part.tokens[0]}
+        fields = {
+            **msgspec.structs.asdict(contract),
+            "K": part.model.K,
+            "V": part.model.V,
+            "tokens": part.tokens[0],
+        }
         if fault := contract_fault(Contract(**fields)):
             key, _, below = _SHARED.get(fault.partition("=")[0], "contracts").partition(".")
-            yield key, f".{below}" if below else f"[{i}]" if key == "contracts" else "", f": {fault}"
+            yield (
+                key,
+                f".{below}" if below else f"[{i}]" if key == "contracts" else "",
+                f": {fault}",
+            )
 
 
 class _Loader(yaml.SafeLoader):
     """YAML without repeated keys, of which the last would silently win."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Checked here, not where mappings are constructed: by then a merge (`<<`) has put its keys among the node's own.
+        # Checked here, not where mappings are constructed: by then a merge (`<<`) has put its keys
+        # among the node's own.
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
                     raise yaml.composer.ComposerError(
-                        None, None, f"the key `{key.value}` stands twice in one mapping: leave one", key.start_mark
+                        None,
+                        None,
+                        f"the key `{key.value}` stands twice in one mapping: leave one",
+                        key.start_mark,
                     )
                 seen.add((key.tag, key.value))
         return node
@@ -417,17 +526,25 @@ def _plain(data: bytes | str, source: str) -> Any:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         where = _place(e.object[: e.start].decode("utf-8", "replace"), e.start)
-        raise ConfigError(f"{source}{where}: the byte {e.object[e.start]:#x} is no UTF-8; accepted is UTF-8") from None
+        raise ConfigError(
+            f"{source}{where}: the byte {e.object[e.start]:#x} is no UTF-8; accepted is UTF-8"
+        ) from None
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         context = f" ({e.context})" if e.context else ""
-        raise ConfigError(f"{source}{where}: {e.problem}{context}; accepted is YAML's safe subset") from None
+        raise ConfigError(
+            f"{source}{where}: {e.problem}{context}; accepted is YAML's safe subset"
+        ) from None
     except yaml.reader.ReaderError as e:
-        raise ConfigError(f"{source}{_place(text, e.position)}: {e.reason}; accepted is printable text") from None
+        raise ConfigError(
+            f"{source}{_place(text, e.position)}: {e.reason}; accepted is printable text"
+        ) from None
     except (ValueError, OverflowError) as e:  # of what looks like a date or a number and is none
-        raise ConfigError(f"{source}: a value that YAML cannot read: {e}; put it in quotes") from None
+        raise ConfigError(
+            f"{source}: a value that YAML cannot read: {e}; put it in quotes"
+        ) from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply: a config has four levels") from None

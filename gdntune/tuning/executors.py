@@ -1,4 +1,6 @@
-"""Workers, one a device: each runs one task after another in a process that is replaced when a task crashes it or hangs. Knows no tasks."""
+"""Workers, one a device: each runs one task after another in a process that is replaced when a task
+crashes it or hangs. Knows no tasks.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -30,11 +32,14 @@ class Worker(Protocol):
     def run(self, function: Callable[..., T], *args: Any, timeout: float) -> "T | Crashed":
         """`function(start, *args)` in the process, within `timeout` seconds.
 
-        A crash, a hang or what a variant raised is a value, and the next task has a fresh process; what gdntune itself raises is raised.
+        A crash, a hang or what a variant raised is a value, and the next task has a fresh process;
+        what gdntune itself raises is raised.
         """
 
     def close(self) -> None:
-        """Ends the process; a task that still runs is lost. May be called from another thread, and twice."""
+        """Ends the process; a task that still runs is lost. May be called from another thread, and
+        twice.
+        """
 
 
 class Child:
@@ -55,7 +60,9 @@ class Child:
                 with self._closing:
                     if self._closed:
                         return Crashed("crashed", "the worker was closed")
-                    task = self._task = self._pool.schedule(function, args=[self._start, *args], timeout=timeout)
+                    task = self._task = self._pool.schedule(
+                        function, args=[self._start, *args], timeout=timeout
+                    )
                 return task.result()
         except FutureTimeout:
             return Crashed("timeout", f"no answer within {timeout:.0f} s")
@@ -93,14 +100,19 @@ class Child:
 
 
 def share_out(
-    workers: Sequence[W], jobs: Iterator[Callable[[W], T]], fit: Callable[[W], bool] = lambda _: True
+    workers: Sequence[W],
+    jobs: Iterator[Callable[[W], T]],
+    fit: Callable[[W], bool] = lambda _: True,
 ) -> Iterator[T]:
     """The jobs' results as they come, each job on the first worker that is free.
 
-    fit: whether a worker that is free gets another job; where none does, the jobs that are left stay untaken.
+    fit: whether a worker that is free gets another job; where none does, the jobs that are left
+        stay untaken.
 
-    A job is taken from the iterator when a worker is free for it, and after all earlier results were taken: what the consumer
-    learned from them holds for it. A job's exception is raised here; then, and when the consumer stops early, the workers that were
+    A job is taken from the iterator when a worker is free for it, and after all earlier results
+        were taken: what the consumer
+    learned from them holds for it. A job's exception is raised here; then, and when the consumer
+    stops early, the workers that were
     at work are closed, and their jobs are lost.
     """
     free, running = list(workers), dict[Future[T], W]()

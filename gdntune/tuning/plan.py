@@ -1,4 +1,6 @@
-"""What a sweep of a config compiles and tries: variants of each contract, objects. Knows no kernel by name."""
+"""What a sweep of a config compiles and tries: variants of each contract, objects. Knows no kernel
+by name.
+"""
 
 from gdntune import kernels
 from gdntune.device.arch import Device
@@ -8,7 +10,9 @@ from gdntune.problem import Contract
 from gdntune.tuning.config import Config
 
 
-def plan(config: Config, device: Device) -> dict[Contract, tuple[tuple[Variant, ...], tuple[Variant, ...]]]:
+def plan(
+    config: Config, device: Device
+) -> dict[Contract, tuple[tuple[Variant, ...], tuple[Variant, ...]]]:
     """For each contract of a config the decode variants that it admits, and the floor's."""
     return {
         c: (

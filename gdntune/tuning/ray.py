@@ -1,6 +1,8 @@
-"""Workers on the devices of a Ray cluster: an actor each, which is replaced when a task crashes it or hangs. Knows no tasks.
+"""Workers on the devices of a Ray cluster: an actor each, which is replaced when a task crashes it
+or hangs. Knows no tasks.
 
-Ray places them: it gives each actor a device, on this host or another. What was compiled here goes with them.
+Ray places them: it gives each actor a device, on this host or another. What was compiled here goes
+    with them.
 """
 
 import socket
@@ -48,7 +50,9 @@ class _Actor:
 
 
 class RayWorker:
-    """An actor with one device; see `executors.Worker`. name: the host and the device that Ray gave it first."""
+    """An actor with one device; see `executors.Worker`. name: the host and the device that Ray gave
+    it first.
+    """
 
     def __init__(self, start: Any, files: Any, needs: Mapping[str, Any]):
         self._start, self._files, self._needs = start, files, dict(needs)
@@ -65,8 +69,8 @@ class RayWorker:
         except ray.exceptions.GetTimeoutError:
             self._end()
             raise UnsupportedProblem(
-                f"Ray gave no {self._start.device.kind} device within {START_TIMEOUT_S:.0f} s: accepted is a cluster with a free one; "
-                "see `ray status`"
+                f"Ray gave no {self._start.device.kind} device within {START_TIMEOUT_S:.0f} s:"
+                " accepted is a cluster with a free one; see `ray status`"
             ) from None
 
     def _end(self) -> None:
@@ -107,21 +111,27 @@ class RayWorker:
 
 
 def ray_workers(start: Any, keys: Sequence[str], store: Store) -> list[Worker]:
-    """A worker for each free GPU, or each host's CPU, of the Ray cluster at hand, or of this host where none runs.
+    """A worker for each free GPU, or each host's CPU, of the Ray cluster at hand, or of this host
+    where none runs.
 
-    start: what every task is called with first; its index is that of the only device which Ray shows an actor. keys: the objects that
-    tasks load. Raises ToolMissing where Ray is not installed, UnsupportedProblem where the cluster has no such device.
+    start: what every task is called with first; its index is that of the only device which Ray
+        shows an actor. keys: the objects that
+    tasks load. Raises ToolMissing where Ray is not installed, UnsupportedProblem where the cluster
+    has no such device.
     """
     try:
         import ray
     except ImportError:
-        raise ToolMissing("Ray is not installed: pip install 'gdntune[ray]', or use --executor local") from None
+        raise ToolMissing(
+            "Ray is not installed: pip install 'gdntune[ray]', or use --executor local"
+        ) from None
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
     needs = _needs(start.device.kind)
     if not needs:
         raise UnsupportedProblem(
-            f"Ray's cluster has no free {start.device.kind} device: accepted is one whose nodes were started with some; see `ray status`"
+            f"Ray's cluster has no free {start.device.kind} device: accepted is one whose nodes"
+            " were started with some; see `ray status`"
         )
     # put once, and fetched by the hosts that lack the files
     files = ray.put(_files(store, keys))
@@ -137,7 +147,9 @@ def ray_workers(start: Any, keys: Sequence[str], store: Store) -> list[Worker]:
 
 
 def _needs(kind: str) -> list[dict[str, Any]]:
-    """What to ask Ray for: each GPU that is free, or each host as a whole, since a CPU's kernels take all its threads."""
+    """What to ask Ray for: each GPU that is free, or each host as a whole, since a CPU's kernels
+    take all its threads.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -154,7 +166,9 @@ def _needs(kind: str) -> list[dict[str, Any]]:
 
 
 def _files(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
-    """The loose objects of a store, by their paths in it; those of a bundle are not: it lies where each host has it."""
+    """The loose objects of a store, by their paths in it; those of a bundle are not: it lies where
+    each host has it.
+    """
     found = {}
     for key in keys:
         # in this order: what has a manifest is whole

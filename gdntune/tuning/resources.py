@@ -1,4 +1,6 @@
-"""What the compiled variants of configs take of a multiprocessor, from their manifests. Needs no GPU."""
+"""What the compiled variants of configs take of a multiprocessor, from their manifests. Needs no
+GPU.
+"""
 
 import statistics
 from collections.abc import Iterable
@@ -17,7 +19,9 @@ from gdntune.tuning.plan import plan
 
 
 class Resource(NamedTuple):
-    """One object. contract: the first that it serves; tokens: T of all. spill_bytes: a thread's stack, 0 where nothing spills."""
+    """One object. contract: the first that it serves; tokens: T of all. spill_bytes: a thread's
+    stack, 0 where nothing spills.
+    """
 
     role: Role
     contract: Contract
@@ -44,13 +48,17 @@ def range_of(numbers: Iterable[float]) -> Range:
 
 
 def resources(configs: Iterable[Config], device: Device, built: Iterable[Built]) -> list[Resource]:
-    """What each object of the configs' decode variants and floors takes, in the order of the contracts and of the spaces.
+    """What each object of the configs' decode variants and floors takes, in the order of the
+    contracts and of the spaces.
 
-    built: the outcome of each; those that failed are left out. Raises BuildError for an object that is not among them, UnsupportedProblem
+    built: the outcome of each; those that failed are left out. Raises BuildError for an object that
+        is not among them, UnsupportedProblem
     for a device that is no GPU, UnknownName for an arch whose SMs are not known.
     """
     if device.kind != "cuda":
-        raise UnsupportedProblem(f"{device.arch}: registers and occupancy are of GPUs; accepted is a CUDA arch")
+        raise UnsupportedProblem(
+            f"{device.arch}: registers and occupancy are of GPUs; accepted is a CUDA arch"
+        )
     outcomes = {b.spec.key: b for b in built}
     found: dict[str, Resource] = {}
     for config in configs:
@@ -68,7 +76,9 @@ def resources(configs: Iterable[Config], device: Device, built: Iterable[Built])
                     continue
                 manifest = None if outcome is None else outcome.manifest
                 if manifest is None or manifest.registers is None or kernel.block is None:
-                    raise BuildError(f"object {spec.name}: its registers are not known; compile it first")
+                    raise BuildError(
+                        f"object {spec.name}: its registers are not known; compile it first"
+                    )
                 block = kernel.block(contract, kernel.setting(variant.knobs))
                 found[spec.key] = Resource(
                     role=kernel.role,
@@ -78,14 +88,19 @@ def resources(configs: Iterable[Config], device: Device, built: Iterable[Built])
                     registers=manifest.registers,
                     spill_bytes=manifest.spill_bytes or 0,
                     block=block,
-                    occupancy=occupancy(device.arch, block.threads, manifest.registers, block.shared_bytes),
+                    occupancy=occupancy(
+                        device.arch, block.threads, manifest.registers, block.shared_bytes
+                    ),
                 )
     return list(found.values())
 
 
 def _variants(config: Config, device: Device) -> dict[Contract, list[Variant]]:
     """Of each contract those that a sweep tries, and those of the default rule that it leaves out."""
-    found = {contract: dict.fromkeys((*decode, *floor)) for contract, (decode, floor) in plan(config, device).items()}
+    found = {
+        contract: dict.fromkeys((*decode, *floor))
+        for contract, (decode, floor) in plan(config, device).items()
+    }
     for p in config.problems():
         found[p.contract].setdefault(kernels.default(p.contract, p.work_units, device))
     return {contract: list(variants) for contract, variants in found.items()}

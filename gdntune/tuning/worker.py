@@ -1,6 +1,8 @@
-"""What runs in a timing process: checks variants and times the variants of a cell on one device. Holds the only CUDA context of a sweep.
+"""What runs in a timing process: checks variants and times the variants of a cell on one device.
+Holds the only CUDA context of a sweep.
 
-The process may be killed at any time by its parent (an illegal access, a hang); it writes nothing to disk.
+The process may be killed at any time by its parent (an illegal access, a hang); it writes nothing
+to disk.
 """
 
 import dataclasses
@@ -13,7 +15,17 @@ import msgspec
 
 from gdntune import kernels, sol
 from gdntune.checking.check import Checker
-from gdntune.device.arch import Clocks, Device, clocks, detect, settled, shift, slowdown, software, throttled
+from gdntune.device.arch import (
+    Clocks,
+    Device,
+    clocks,
+    detect,
+    settled,
+    shift,
+    slowdown,
+    software,
+    throttled,
+)
 from gdntune.errors import MeasurementError, UnsupportedProblem
 from gdntune.kernels.spec import Variant
 from gdntune.objects.processes import limit_memory
@@ -25,7 +37,8 @@ from gdntune.tuning.config import Search
 if TYPE_CHECKING:
     from gdntune.tuning.chain import Chained
 
-# A screen in two looks: all variants half as often as the config says, but so often at least, then the better third as often as it says.
+# A screen in two looks: all variants half as often as the config says, but so often at least, then
+# the better third as often as it says.
 FIRST_LOOK_ROUNDS = 3
 FIRST_LOOK_KEEPS = 3
 LEAST_KEPT = 8
@@ -33,7 +46,9 @@ FLOOR_LEADERS = 2
 
 
 class Timed(NamedTuple):
-    """A variant's samples at a cell, in microseconds; `samples_us` of `final` is empty where it was not among the leaders."""
+    """A variant's samples at a cell, in microseconds; `samples_us` of `final` is empty where it was
+    not among the leaders.
+    """
 
     variant: Variant
     role: Literal["decode", "floor"]
@@ -68,9 +83,11 @@ class CellResult(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """What a cell's variants are called through: each callable takes the turn, or under `chain` the layer.
+    """What a cell's variants are called through: each callable takes the turn, or under `chain` the
+    layer.
 
-    cases: what they share, one case for each turn of a walk through a pool, or for each layer of a chain; none for the floor.
+    cases: what they share, one case for each turn of a walk through a pool, or for each layer of a
+        chain; none for the floor.
     kept: the state of the first, as it was made, and as that of all others was.
     """
 
@@ -103,13 +120,17 @@ class Calls(NamedTuple):
 
 
 class LaidOut(NamedTuple):
-    """A set of a cell's tensors: what our variants are called through, and all that is timed on them, theirs first."""
+    """A set of a cell's tensors: what our variants are called through, and all that is timed on
+    them, theirs first.
+    """
 
     calls: Calls
     everything: list[Callable[[int], Any]]
 
 
-def _call(function: Callable[..., Any], arguments: list[tuple[Any, ...]], n: int) -> Callable[[int], Any]:
+def _call(
+    function: Callable[..., Any], arguments: list[tuple[Any, ...]], n: int
+) -> Callable[[int], Any]:
     if n == 1:
         only = arguments[0]
         return lambda _: function(*only)
@@ -145,7 +166,9 @@ class Session:
         contract, variant = kernels.flush()
         function = self.function(contract, variant, label="flush")
         sink = torch.zeros(1, device=self.place)
-        views: dict[int, tuple[Any, Any]] = {}  # no tensors of their own: a graph may be captured at the first call
+        views: dict[
+            int, tuple[Any, Any]
+        ] = {}  # no tensors of their own: a graph may be captured at the first call
 
         def read(buffer: Any) -> None:
             view = views.get(buffer.data_ptr())
@@ -157,14 +180,18 @@ class Session:
 
         return read
 
-    def function(self, contract: Contract, variant: Variant, label: str | None = None) -> Callable[..., Any]:
+    def function(
+        self, contract: Contract, variant: Variant, label: str | None = None
+    ) -> Callable[..., Any]:
         """A variant's compiled function."""
         spec = object_spec(kernels.get(variant.kernel), contract, variant, self.device, label=label)
         return self.store.load([spec])[spec.key]
 
     def load(self, contract: Contract, variants: Sequence[Variant]) -> None:
         """Loads many functions at once, which links those of the store into one library."""
-        self.store.load(object_spec(kernels.get(v.kernel), contract, v, self.device) for v in variants)
+        self.store.load(
+            object_spec(kernels.get(v.kernel), contract, v, self.device) for v in variants
+        )
 
     def synchronize(self) -> None:
         """Waits for the device; an illegal access of an earlier launch is raised here."""
@@ -174,7 +201,9 @@ class Session:
             torch.cuda.synchronize()
 
     def check(self, contract: Contract, variant: Variant) -> tuple[bool, str, float | None]:
-        """Whether a variant agrees with the fp64 reference, the worst coordinate where it does not, and its error."""
+        """Whether a variant agrees with the fp64 reference, the worst coordinate where it does not,
+        and its error.
+        """
         checker = self._checkers.get(contract)
         if checker is None:
             self._checkers.clear()
@@ -184,7 +213,9 @@ class Session:
         return verdict.ok, verdict.worst, verdict.error
 
     def calls(self, problem: Problem, role: str, variants: Sequence[Variant]) -> "Calls":
-        """Callables of a cell's variants over one shared set of tensors. Under `chain` the decode role's come first."""
+        """Callables of a cell's variants over one shared set of tensors. Under `chain` the decode
+        role's come first.
+        """
         turns = 1
         if self.chained is not None:
             from gdntune.tuning.chain import layers_of
@@ -200,7 +231,9 @@ class Session:
         return Calls(calls, cases, kept)
 
     def _cases(self, problem: Problem, turns: int) -> list[Any]:
-        """A cell's case; under `rotate` one a turn, of one pool; under `chain` one a layer, in what the timer times."""
+        """A cell's case; under `rotate` one a turn, of one pool; under `chain` one a layer, in what
+        the timer times.
+        """
         from gdntune.checking.cases import make_case
 
         if self.chained is not None:
@@ -214,11 +247,14 @@ class Session:
         return _rotated(make_case(problem, self.place, slots=problem.B * turns))
 
     def _turns(self, problem: Problem) -> int:
-        """Turns of a walk through a pool so large that what a turn touched has left L2 before it comes again: a power of two."""
+        """Turns of a walk through a pool so large that what a turn touched has left L2 before it
+        comes again: a power of two.
+        """
         if not problem.contract.reads_index:
             raise UnsupportedProblem(
-                f"l2='rotate' with {problem.contract.key()}: it walks through the slots of a pool by initial_state_indices; "
-                "accepted are contracts with pool=True and no ssm_state_indices, or another L2 policy"
+                f"l2='rotate' with {problem.contract.key()}: it walks through the slots of a pool"
+                " by initial_state_indices; accepted are contracts with pool=True and no"
+                " ssm_state_indices, or another L2 policy"
             )
         least = -(-4 * self.device.l2_bytes // sol.state_bytes(problem))
         return min(TURNS, max(2, 1 << (least - 1).bit_length()))
@@ -231,9 +267,11 @@ class Session:
         search: Search,
         sure: Collection[str] = (),
     ) -> CellResult:
-        """Times a cell: all variants in quick mirrored rounds, the better third again, then the leaders on fresh samples.
+        """Times a cell: all variants in quick mirrored rounds, the better third again, then the
+        leaders on fresh samples.
 
-        sure: ids of `decode` that are always among the leaders: the default rule's choice, which a tuned one must beat, and those
+        sure: ids of `decode` that are always among the leaders: the default rule's choice, which a
+            tuned one must beat, and those
         that are judged here, such as the table's at a held-out cell.
         """
         before = settled(self.gpu)
@@ -255,15 +293,29 @@ class Session:
         more = search.screen_rounds - first
         if more > 0:
             kept = _best(screen, range(n), max(LEAST_KEPT, search.keep, n // FIRST_LOOK_KEEPS))
-            kept += _best(screen, range(n, len(everything)), max(FLOOR_LEADERS, len(floor) // FIRST_LOOK_KEEPS))
-            for i, samples in zip(kept, self.timer.measure([everything[i] for i in kept], more, warmup=0), strict=True):
+            kept += _best(
+                screen,
+                range(n, len(everything)),
+                max(FLOOR_LEADERS, len(floor) // FIRST_LOOK_KEEPS),
+            )
+            for i, samples in zip(
+                kept, self.timer.measure([everything[i] for i in kept], more, warmup=0), strict=True
+            ):
                 screen[i] += samples
         leaders = _best(screen, range(n), search.keep, at_least=search.screen_rounds)
         leaders += [i for i in range(n) if decode[i].id in sure and i not in leaders]
-        leaders += _best(screen, range(n, len(everything)), FLOOR_LEADERS, at_least=search.screen_rounds)
+        leaders += _best(
+            screen, range(n, len(everything)), FLOOR_LEADERS, at_least=search.screen_rounds
+        )
         rounds, stop = self._rounds(screen, leaders, search, time.perf_counter() - start)
         del everything
-        final = dict(zip(leaders, self.final(problem, sets, lay_out, leaders, rounds, search.placements), strict=True))
+        final = dict(
+            zip(
+                leaders,
+                self.final(problem, sets, lay_out, leaders, rounds, search.placements),
+                strict=True,
+            )
+        )
         after = clocks(self.gpu)
         timed = [
             Timed(v, "decode" if i < n else "floor", screen[i], final.get(i, []))
@@ -280,9 +332,11 @@ class Session:
         rounds: int,
         placements: int,
     ) -> list[list[float]]:
-        """`rounds` samples of each of the calls `among`, interleaved, shared out among so many sets of tensors, each elsewhere in memory.
+        """`rounds` samples of each of the calls `among`, interleaved, shared out among so many sets
+        of tensors, each elsewhere in memory.
 
-        sets: the first one; its states are put back before. The earlier ones are held while later ones are made, as long as there is
+        sets: the first one; its states are put back before. The earlier ones are held while later
+            ones are made, as long as there is
         room for that. MeasurementError where a call left what is not a number.
         """
         found: list[list[float]] = [[] for _ in among]
@@ -294,20 +348,27 @@ class Session:
                     sets.clear()
                 sets.append(lay_out())
             everything = sets[-1].everything
-            for samples, more in zip(found, self.timer.measure([everything[i] for i in among], count), strict=True):
+            for samples, more in zip(
+                found, self.timer.measure([everything[i] for i in among], count), strict=True
+            ):
                 samples += more
             del everything
             self.synchronize()
             if not sets[-1].calls.finite():
                 raise MeasurementError(
-                    f"{problem.key()}: the output is not finite after {rounds} rounds: a variant that passed its check broke"
+                    f"{problem.key()}: the output is not finite after {rounds} rounds: a variant"
+                    " that passed its check broke"
                 )
         return found
 
-    def _rounds(self, screen: list[list[float]], leaders: list[int], search: Search, spent: float) -> tuple[int, str]:
+    def _rounds(
+        self, screen: list[list[float]], leaders: list[int], search: Search, spent: float
+    ) -> tuple[int, str]:
         """How many final rounds fit into the cell's time, and the stop rule that this is."""
         calls = self.timer.calls_a_sample
-        one_round = sum(calls * summary(screen[i]).median_us + self.overhead_us for i in leaders) * 1e-6
+        one_round = (
+            sum(calls * summary(screen[i]).median_us + self.overhead_us for i in leaders) * 1e-6
+        )
         fit = int((search.max_cell_seconds - spent) / max(one_round, 1e-9))
         least = min(search.final_rounds, 20)
         if fit >= search.final_rounds:
@@ -316,7 +377,9 @@ class Session:
 
     @property
     def overhead_us(self) -> float:
-        """What a sample costs beside the calls in it: the flush or the chain, and the launches; measured once for each number of calls."""
+        """What a sample costs beside the calls in it: the flush or the chain, and the launches;
+        measured once for each number of calls.
+        """
         calls = self.timer.calls_a_sample
         if calls not in self._overheads_us:
             self._overheads_us[calls] = self.timer.pace_us(self._empty_call())
@@ -347,26 +410,34 @@ def _shares(rounds: int, parts: int) -> list[int]:
     return [rounds * (i + 1) // parts - rounds * i // parts for i in range(parts)]
 
 
-def _best(samples: list[list[float]], among: Sequence[int], count: int, at_least: int = 0) -> list[int]:
+def _best(
+    samples: list[list[float]], among: Sequence[int], count: int, at_least: int = 0
+) -> list[int]:
     """The `count` fastest by median, of those with enough samples."""
     enough = [i for i in among if len(samples[i]) >= at_least] or list(among)
     return sorted(enough, key=lambda i: (summary(samples[i]).median_us, i))[:count]
 
 
 def _rotated(case: Any) -> list[Any]:
-    """The case with the slots of each turn of a walk through its pool; indices are tensors of their own, thus aligned."""
+    """The case with the slots of each turn of a walk through its pool; indices are tensors of their
+    own, thus aligned.
+    """
     import torch
 
     order = torch.randperm(case.state.shape[0], device=case.state.device, dtype=torch.int32)
     indices = [index.clone() for index in order.split(case.problem.B)]
     return [
-        dataclasses.replace(case, read_index=index, write_index=None if case.write_index is None else index)
+        dataclasses.replace(
+            case, read_index=index, write_index=None if case.write_index is None else index
+        )
         for index in indices
     ]
 
 
 def _floor_arguments(problem: Problem, turns: int, place: str) -> list[tuple[Any, ...]]:
-    """A floor kernel's arguments for each turn, over states of their own. Its factor is 1: it writes back what it read."""
+    """A floor kernel's arguments for each turn, over states of their own. Its factor is 1: it
+    writes back what it read.
+    """
     from gdntune.checking.cases import floor_case
 
     whole = msgspec.structs.replace(problem, B=problem.B * turns)
@@ -374,7 +445,10 @@ def _floor_arguments(problem: Problem, turns: int, place: str) -> list[tuple[Any
     buffers = [None] * turns if buffer is None else buffer.split(problem.B)
     # a turn's slots are those of its own part of the states, shuffled
     named = [slots[slots // problem.B == turn] % problem.B for turn in range(turns)]
-    return [(part, *x, factor, sink) for part, *x in zip(state.split(problem.B), named, buffers, strict=True)]
+    return [
+        (part, *x, factor, sink)
+        for part, *x in zip(state.split(problem.B), named, buffers, strict=True)
+    ]
 
 
 # One session a process, made by its initializer.
@@ -392,7 +466,9 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def current(start: Start) -> Session:
-    """This process's session, made at the first task: an initializer that fails would be retried for ever."""
+    """This process's session, made at the first task: an initializer that fails would be retried
+    for ever.
+    """
     if not _SESSION:
         from pathlib import Path
 
@@ -410,9 +486,13 @@ def resolve_task(start: Start, measure: bool) -> tuple[Policy, str | None, dict[
 
 
 def identity(device: Device) -> dict[str, str]:
-    """What must be equal for two processes to share a sweep, by name: device, software, kernels' code."""
+    """What must be equal for two processes to share a sweep, by name: device, software, kernels'
+    code.
+    """
     return {
-        "device": f"{device.name}, {device.arch}, {device.sm_count} SMs, {device.l2_bytes} bytes of L2",
+        "device": (
+            f"{device.name}, {device.arch}, {device.sm_count} SMs, {device.l2_bytes} bytes of L2"
+        ),
         **software(),
         **{f"code of {name}": code for name, code in kernels.fingerprints(device.kind).items()},
     }
@@ -448,6 +528,7 @@ def time_task(
     try:
         return current(start).time_cell(problem, decode, floor, search, sure)
     except Exception as e:
-        # Whoever sends the error on holds its traceback, and with it this cell's tensors, while the next cell makes its own.
+        # Whoever sends the error on holds its traceback, and with it this cell's tensors, while the
+        # next cell makes its own.
         traceback.clear_frames(e.__traceback__)
         raise

@@ -17,12 +17,20 @@ SMALL = {"K": 64, "V": 32}
 
 def names_of(case, *names):
     """Every slot or row that the index tensors of these names hold."""
-    return [int(i) for n in names if getattr(case, n) is not None for i in getattr(case, n).flatten()]
+    return [
+        int(i) for n in names if getattr(case, n) is not None for i in getattr(case, n).flatten()
+    ]
 
 
 @pytest.mark.parametrize("layout", ["k_last", "v_last"])
 @pytest.mark.parametrize(
-    "op,gate", [("gdn_decode", "raw"), ("gdn_decode", "log"), ("kda_decode", "softplus"), ("kda_decode", "lower_bound")]
+    "op,gate",
+    [
+        ("gdn_decode", "raw"),
+        ("gdn_decode", "log"),
+        ("kda_decode", "softplus"),
+        ("kda_decode", "lower_bound"),
+    ],
 )
 def test_shapes_and_dtypes(op, gate, layout):
     """Those of the calling convention, in its order; None for what the contract lacks."""
@@ -40,10 +48,17 @@ def test_shapes_and_dtypes(op, gate, layout):
         dt_bias_dtype="fp16",
     )
     case = make_case(Problem(contract, 2, 2, 4))
-    state, q, k, v, a, b, A_log, dt_bias, read, write, slots, accepted, bounds, buffer, output = case.arguments()[:15]
+    state, q, k, v, a, b, A_log, dt_bias, read, write, slots, accepted, bounds, buffer, output = (
+        case.arguments()[:15]
+    )
     width = (64,) if op == "kda_decode" else ()
     head = (32, 64) if layout == "k_last" else (64, 32)
-    assert [x.shape for x in (state, q, k, v)] == [(2, 4, *head), (2, 3, 2, 64), (2, 3, 2, 64), (2, 3, 4, 32)]
+    assert [x.shape for x in (state, q, k, v)] == [
+        (2, 4, *head),
+        (2, 3, 2, 64),
+        (2, 3, 2, 64),
+        (2, 3, 4, 32),
+    ]
     assert [x.shape for x in (a, b, read, write)] == [(2, 3, 4, *width), (2, 3, 4), (2,), (2,)]
     assert [x.shape for x in (buffer, output)] == [(2, 3, 4, *head), (2, 3, 4, 32)]
     assert {x.dtype for x in (q, k, v, output)} == {torch.float16}
@@ -59,7 +74,9 @@ def test_shapes_and_dtypes(op, gate, layout):
 
 
 def test_values_are_like_a_models():
-    """States and inputs of order 1, decays between 0 and 1 that differ, beta in (0, 1); what is to be written is NaN."""
+    """States and inputs of order 1, decays between 0 and 1 that differ, beta in (0, 1); what is to
+    be written is NaN.
+    """
     contract = Contract(tokens=2, gate_dtype="fp32", intermediate="dense")
     case = make_case(Problem(contract, 16, 4, 8))
     assert abs(case.state.float().std() - 0.5) < 0.01 and abs(case.q.float().std() - 1) < 0.05
@@ -76,7 +93,11 @@ def test_a_seed_gives_the_same_case_again():
     problem = Problem(Contract(**SMALL, tokens=2), 3, 1, 2)
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    first, again, other = make_case(problem, seed=7), make_case(problem, seed=7), make_case(problem, seed=8)
+    first, again, other = (
+        make_case(problem, seed=7),
+        make_case(problem, seed=7),
+        make_case(problem, seed=8),
+    )
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(first.state, again.state) and torch.equal(first.read_index, again.read_index)
     assert not torch.equal(first.q, other.q)
@@ -86,7 +107,9 @@ def test_a_seed_gives_the_same_case_again():
 @pytest.mark.parametrize("split", [False, True], ids=["in place", "split"])
 def test_slots_are_distinct(intermediate, split):
     """No slot or row is written by two requests, none read by one and written by another."""
-    contract = Contract(**SMALL, tokens=3, intermediate=intermediate, accepted=intermediate == "slots")
+    contract = Contract(
+        **SMALL, tokens=3, intermediate=intermediate, accepted=intermediate == "slots"
+    )
     case = make_case(Problem(contract, 6, 1, 1), split=split, slots=40, extra_rows=3, extra_steps=1)
     read, written = names_of(case, "read_index"), names_of(case, "write_index")
     if intermediate == "slots":
@@ -113,17 +136,36 @@ def test_the_pool_is_as_small_as_it_can_be():
 
 @pytest.mark.parametrize("intermediate", ["none", "slots"])
 def test_padding(intermediate):
-    """The share asked for, by every kind of index that means padding; their inputs are NaN, a slot they name is no one's."""
-    contract = Contract(**SMALL, tokens=2, intermediate=intermediate, accepted=intermediate == "slots")
+    """The share asked for, by every kind of index that means padding; their inputs are NaN, a slot
+    they name is no one's.
+    """
+    contract = Contract(
+        **SMALL, tokens=2, intermediate=intermediate, accepted=intermediate == "slots"
+    )
     case = make_case(Problem(contract, 20, 1, 1), padding=0.5, null_index=3, out_of_range=True)
     tensors = case.tensors()
     where = places(
         contract,
-        **{n: tensors[n] for n in ("state", "q", "read_index", "write_index", "slot_index", "accepted", "null_index")},
+        **{
+            n: tensors[n]
+            for n in (
+                "state",
+                "q",
+                "read_index",
+                "write_index",
+                "slot_index",
+                "accepted",
+                "null_index",
+            )
+        },
     )
     padded = where.start < 0
     assert padded.sum() == 10
-    assert case.q[padded].isnan().all() and case.b[padded].isnan().all() and not case.q[~padded].isnan().any()
+    assert (
+        case.q[padded].isnan().all()
+        and case.b[padded].isnan().all()
+        and not case.q[~padded].isnan().any()
+    )
     if intermediate == "none":
         kinds = set(case.read_index[padded].tolist())
         assert {3, -1, -7} <= kinds and max(kinds) >= case.state.shape[0]
@@ -140,7 +182,9 @@ def test_skipped():
     assert ((case.read_index >= 0) & (case.write_index < 0)).sum() == 3
     indexed = Contract(**SMALL, intermediate="indexed")
     assert (make_case(Problem(indexed, 10, 1, 1), skipped=0.3).slot_index < 0).sum() == 3
-    slots = make_case(Problem(Contract(**SMALL, tokens=4, intermediate="slots"), 10, 1, 1), skipped=0.3)
+    slots = make_case(
+        Problem(Contract(**SMALL, tokens=4, intermediate="slots"), 10, 1, 1), skipped=0.3
+    )
     assert (slots.slot_index < 0).sum() == 3 and (slots.slot_index[:, 0] >= 0).all()
 
 
@@ -165,10 +209,17 @@ def test_int64_indices_go_as_low_words():
 
 
 def test_strides():
-    """Packed q, k, v; gates in wider tensors; padded slots, rows and steps; the innermost dimension stays contiguous."""
+    """Packed q, k, v; gates in wider tensors; padded slots, rows and steps; the innermost dimension
+    stays contiguous.
+    """
     contract = Contract(**SMALL, tokens=2, intermediate="dense", op="kda_decode", gate="softplus")
     case = make_case(
-        Problem(contract, 3, 2, 4), packed_qkv=True, strided_gates=True, slot_stride_pad=48, extra_steps=2, extra_rows=1
+        Problem(contract, 3, 2, 4),
+        packed_qkv=True,
+        strided_gates=True,
+        slot_stride_pad=48,
+        extra_steps=2,
+        extra_rows=1,
     )
     assert (
         case.q.untyped_storage().data_ptr()
@@ -179,9 +230,17 @@ def test_strides():
     assert case.a.stride() == (2 * (4 * 64 + 16), 4 * 64 + 16, 64, 1) and case.b.stride(-1) == 2
     head = 4 * 64 * 32 + 48
     assert case.state.stride() == (head, 64 * 32, 64, 1)
-    assert case.intermediate.stride() == (4 * head, head, 64 * 32, 64, 1) and case.intermediate.shape[:2] == (4, 4)
+    assert case.intermediate.stride() == (
+        4 * head,
+        head,
+        64 * 32,
+        64,
+        1,
+    ) and case.intermediate.shape[:2] == (4, 4)
     plain = make_case(Problem(contract, 3, 2, 4))
-    assert all(x.is_contiguous() for x in (plain.q, plain.a, plain.b, plain.state, plain.intermediate))
+    assert all(
+        x.is_contiguous() for x in (plain.q, plain.a, plain.b, plain.state, plain.intermediate)
+    )
 
 
 def test_ragged():
@@ -196,10 +255,17 @@ def test_ragged():
 
 
 def test_parameters_and_scalars():
-    """Parameters of each q/k head; beta_scale, scale and the norm as asked; extreme gates reach both ends."""
+    """Parameters of each q/k head; beta_scale, scale and the norm as asked; extreme gates reach
+    both ends.
+    """
     problem = Problem(Contract(**SMALL, op="kda_decode", gate="softplus"), 2, 2, 4)
     case = make_case(
-        problem, parameters_by_head="H", neg_eigval=True, scale=0.5, use_qk_l2norm=False, extreme_gates=True
+        problem,
+        parameters_by_head="H",
+        neg_eigval=True,
+        scale=0.5,
+        use_qk_l2norm=False,
+        extreme_gates=True,
     )
     assert (case.A_log.shape, case.dt_bias.shape) == ((2,), (2, 64))
     assert (case.beta_scale, case.scale, case.use_qk_l2norm) == (2.0, 0.5, 0)
@@ -211,7 +277,9 @@ def test_parameters_and_scalars():
 
 
 def test_clone_and_restore():
-    """A clone keeps strides, gaps and shared storages, and shares nothing with its original; restore undoes a call."""
+    """A clone keeps strides, gaps and shared storages, and shares nothing with its original;
+    restore undoes a call.
+    """
     contract = Contract(**SMALL, tokens=2, intermediate="dense")
     case = make_case(Problem(contract, 2, 1, 2), packed_qkv=True, slot_stride_pad=8, extra_steps=1)
     copy = case.clone()
@@ -249,7 +317,9 @@ def test_refusals(change, options, message):
 
 
 def test_large_states_are_filled_quickly():
-    """A state beyond BLOCK repeats a block whose odd length keeps neighbouring slots apart: 16 times it in about a second."""
+    """A state beyond BLOCK repeats a block whose odd length keeps neighbouring slots apart: 16
+    times it in about a second.
+    """
     problem = Problem(Contract(), 8, 16, 128)
     started = time.perf_counter()
     case = make_case(problem)
@@ -269,6 +339,10 @@ def test_floor_case(intermediate, mode, steps):
     problem = Problem(contract, 2, 1, 2)
     state, slots, buffer, factor, sink = floor_case(problem, floor_form(contract))
     assert slots.dtype == torch.int32 and sorted(slots.tolist()) == [0, 1]
-    assert state.shape == (2, 2 * 64 * 32) and state.dtype == DTYPES["bf16"] and (state != 0).float().mean() > 0.99
+    assert (
+        state.shape == (2, 2 * 64 * 32)
+        and state.dtype == DTYPES["bf16"]
+        and (state != 0).float().mean() > 0.99
+    )
     assert (buffer.shape == (2, steps, 2 * 64 * 32)) if steps else buffer is None
     assert factor == 1.0 and sink.tolist() == [0.0] and sink.dtype == torch.float32

@@ -1,4 +1,6 @@
-"""The correctness gate: right kernels pass, each kind of wrong one is refused, with the place named."""
+"""The correctness gate: right kernels pass, each kind of wrong one is refused, with the place
+named.
+"""
 
 import random
 
@@ -19,13 +21,24 @@ CONTRACTS = {
     for c in (
         Contract(**SMALL),
         Contract(**SMALL, state_dtype="fp32"),
-        Contract(**SMALL, state_dtype="fp16", input_dtype="fp16", gate_dtype="fp32", layout="v_last"),
+        Contract(
+            **SMALL, state_dtype="fp16", input_dtype="fp16", gate_dtype="fp32", layout="v_last"
+        ),
         Contract(**SMALL, tokens=4, intermediate="dense", mode="frozen"),
         Contract(**SMALL, tokens=4, intermediate="indexed", state_dtype="fp32"),
         Contract(**SMALL, tokens=3, intermediate="slots", accepted=True, ragged=True),
         Contract(**SMALL, tokens=2, op="kda_decode", gate="softplus", intermediate="dense"),
-        Contract(**SMALL, op="kda_decode", gate="lower_bound", state_dtype="fp32", beta="given", layout="v_last"),
-        Contract(**SMALL, gate="log", beta="given", pool=False, gate_dtype="fp32", beta_dtype="fp32"),
+        Contract(
+            **SMALL,
+            op="kda_decode",
+            gate="lower_bound",
+            state_dtype="fp32",
+            beta="given",
+            layout="v_last",
+        ),
+        Contract(
+            **SMALL, gate="log", beta="given", pool=False, gate_dtype="fp32", beta_dtype="fp32"
+        ),
     )
 }
 every_contract = pytest.mark.parametrize("contract", CONTRACTS.values(), ids=CONTRACTS.keys())
@@ -33,15 +46,27 @@ every_contract = pytest.mark.parametrize("contract", CONTRACTS.values(), ids=CON
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Tensors are small: where cores are shared, a second thread makes an operation wait for it, a hundred times as long."""
+    """Tensors are small: where cores are shared, a second thread makes an operation wait for it, a
+    hundred times as long.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def kernel(contract, *, gates=RIGHT_GATES, recurrence=RIGHT_RECURRENCE, given=None, leave=None, dtype=torch.float32):
-    """A kernel made of the fp32 reference. given changes what it reads, leave what it writes, gates and recurrence its arithmetic."""
+def kernel(
+    contract,
+    *,
+    gates=RIGHT_GATES,
+    recurrence=RIGHT_RECURRENCE,
+    given=None,
+    leave=None,
+    dtype=torch.float32,
+):
+    """A kernel made of the fp32 reference. given changes what it reads, leave what it writes, gates
+    and recurrence its arithmetic.
+    """
 
     def run(*arguments):
         tensors = dict(zip(DECODE_ARGUMENTS, arguments, strict=True))
@@ -87,7 +112,9 @@ def test_fp32_is_accepted_on_200_seeds():
 
 
 def fused_recurrence(q, k, v, decay, beta, state):
-    """One pass over the state a token, as kernels do: o = (decay S) q + u (k.q), sums in one long chain."""
+    """One pass over the state a token, as kernels do: o = (decay S) q + u (k.q), sums in one long
+    chain.
+    """
     outputs, states = [], []
     for t in range(q.shape[1]):
         state = decay[:, t, :, None, :] * state
@@ -102,8 +129,12 @@ def fused_recurrence(q, k, v, decay, beta, state):
     return torch.stack(outputs, 1), torch.stack(states, 1)
 
 
-def fast_gates(contract, a, b, A_log, dt_bias, softplus_beta, softplus_threshold, lower_bound, beta_scale):
-    """The gates by a GPU's fast functions: each exp off by up to 2^-22, log(1 + exp(x)) without log1p."""
+def fast_gates(
+    contract, a, b, A_log, dt_bias, softplus_beta, softplus_threshold, lower_bound, beta_scale
+):
+    """The gates by a GPU's fast functions: each exp off by up to 2^-22, log(1 + exp(x)) without
+    log1p.
+    """
 
     def exp(x):
         return x.exp() * (1 + 2**-22 * (2 * torch.rand(x.shape) - 1))
@@ -113,7 +144,16 @@ def fast_gates(contract, a, b, A_log, dt_bias, softplus_beta, softplus_threshold
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "softplus", log1p_exp)
-        arguments = (a, b, A_log, dt_bias, softplus_beta, softplus_threshold, lower_bound, beta_scale)
+        arguments = (
+            a,
+            b,
+            A_log,
+            dt_bias,
+            softplus_beta,
+            softplus_threshold,
+            lower_bound,
+            beta_scale,
+        )
         decay, beta = RIGHT_GATES(contract, *arguments)
     return decay * (1 + 2**-22 * (2 * torch.rand(decay.shape) - 1)), beta * (
         1 + 2**-22 * (2 * torch.rand(beta.shape) - 1)
@@ -124,7 +164,9 @@ def fast_gates(contract, a, b, A_log, dt_bias, softplus_beta, softplus_threshold
 def test_another_fp32_arithmetic_is_accepted(contract):
     """Fused sums in one chain and approximate gates are fp32 too."""
     torch.manual_seed(0)
-    verdict = check_variant(kernel(contract, recurrence=fused_recurrence, gates=fast_gates), contract, seeds=range(4))
+    verdict = check_variant(
+        kernel(contract, recurrence=fused_recurrence, gates=fast_gates), contract, seeds=range(4)
+    )
     assert verdict.ok, verdict
 
 
@@ -169,7 +211,10 @@ def changed(**changes):
     """A `given` that replaces arguments by a function of what they were; None stays."""
 
     def given(tensors):
-        return {**tensors, **{n: f(tensors[n]) for n, f in changes.items() if tensors[n] is not None}}
+        return {
+            **tensors,
+            **{n: f(tensors[n]) for n, f in changes.items() if tensors[n] is not None},
+        }
 
     return given
 
@@ -197,12 +242,20 @@ def one_wrong_row(tensors, result, unrounded):
 ARITHMETIC_FAULTS = {
     "a k element dropped from S k": {"recurrence": recurrence_with(key=without)},
     "a k element dropped from S q": {"recurrence": recurrence_with(query=without)},
-    "wrong decay of one head": {"gates": gates_with(lambda decay, beta: (scaled(decay, -1, 1.002), beta))},
-    "wrong beta of one head": {"gates": gates_with(lambda decay, beta: (decay, scaled(beta, 0, 1.002)))},
+    "wrong decay of one head": {
+        "gates": gates_with(lambda decay, beta: (scaled(decay, -1, 1.002), beta))
+    },
+    "wrong beta of one head": {
+        "gates": gates_with(lambda decay, beta: (decay, scaled(beta, 0, 1.002)))
+    },
     "decay rounded to bf16": {"gates": gates_with(lambda decay, beta: (bf16(decay), beta))},
-    "log decay rounded to bf16": {"gates": gates_with(lambda decay, beta: (bf16(decay.log()).exp(), beta))},
+    "log decay rounded to bf16": {
+        "gates": gates_with(lambda decay, beta: (bf16(decay.log()).exp(), beta))
+    },
     "beta rounded to bf16": {"gates": gates_with(lambda decay, beta: (decay, bf16(beta)))},
-    "normalised k rounded to bf16": {"recurrence": lambda q, k, *rest: RIGHT_RECURRENCE(q, bf16(k), *rest)},
+    "normalised k rounded to bf16": {
+        "recurrence": lambda q, k, *rest: RIGHT_RECURRENCE(q, bf16(k), *rest)
+    },
     "one wrong row": {"leave": one_wrong_row},
     "use_qk_l2norm ignored": {"given": changed(use_qk_l2norm=lambda x: 1 - x)},
     "scale ignored": {"given": changed(scale=lambda x: 64**-0.5)},
@@ -213,7 +266,9 @@ ARITHMETIC_FAULTS = {
 @pytest.mark.parametrize("fault", ARITHMETIC_FAULTS)
 @every_contract
 def test_wrong_arithmetic_is_refused(contract, fault):
-    """Each fault alone, in each contract, bf16 states and outputs included; the worst place is named."""
+    """Each fault alone, in each contract, bf16 states and outputs included; the worst place is
+    named.
+    """
     if contract.gate == "log" and fault == "log decay rounded to bf16":
         contract = contract.replace(gate_dtype="fp32")
     if contract.beta == "given" and fault == "beta rounded to bf16":
@@ -221,14 +276,21 @@ def test_wrong_arithmetic_is_refused(contract, fault):
     verdict = check_variant(kernel(contract, **ARITHMETIC_FAULTS[fault]), contract)
     assert not verdict.ok and verdict.error > TOLERANCE
     assert (
-        "head=" in verdict.worst and "got" in verdict.worst and "want" in verdict.worst and "case B=" in verdict.worst
+        "head=" in verdict.worst
+        and "got" in verdict.worst
+        and "want" in verdict.worst
+        and "case B=" in verdict.worst
     )
 
 
 FAULTS_OF = [
     ("swapped map of heads", {}, {"given": changed(q=modulo_heads, k=modulo_heads)}),
     ("output cut, not rounded", {}, {"leave": truncate}),
-    ("state read transposed", {"K": 64, "V": 64}, {"given": changed(state=lambda x: x.transpose(-1, -2))}),
+    (
+        "state read transposed",
+        {"K": 64, "V": 64},
+        {"given": changed(state=lambda x: x.transpose(-1, -2))},
+    ),
     ("A_log rounded to bf16", {}, {"given": changed(A_log=bf16)}),
     ("dt_bias rounded to bf16", {}, {"given": changed(dt_bias=bf16)}),
     ("neighbour's slot", {}, {"given": changed(read_index=lambda x: x.roll(1))}),
@@ -279,10 +341,16 @@ PADDED = {"slots": 9, "padding": 0.25, "slot_stride_pad": 32, "extra_steps": 1, 
 def test_a_touched_slot_is_refused():
     """A slot that no request names, down to one bit of it."""
     before, after = case_and_result(Contract(**SMALL), **PADDED)
-    free = next(s for s in range(9) if s not in before.read_index.tolist() and s not in before.write_index.tolist())
+    free = next(
+        s
+        for s in range(9)
+        if s not in before.read_index.tolist() and s not in before.write_index.tolist()
+    )
     after.state[free, 1, 3, 7] *= 1.01
     verdict = compare(before, after)
-    assert not verdict.ok and f"[{free}, 1, 3, 7]" in verdict.worst and "leave alone" in verdict.worst
+    assert (
+        not verdict.ok and f"[{free}, 1, 3, 7]" in verdict.worst and "leave alone" in verdict.worst
+    )
 
 
 def test_a_touched_gap_is_refused():
@@ -306,7 +374,9 @@ def test_a_frozen_state_is_refused_when_written():
 def test_a_padding_slot_is_refused_when_written():
     """The write index of a padding request names a slot; zeros in it are still a write."""
     before, after = case_and_result(Contract(**SMALL), **{**PADDED, "padding": 0.5})
-    named = [int(w) for r, w in zip(before.read_index, before.write_index, strict=True) if r < 0 <= w]
+    named = [
+        int(w) for r, w in zip(before.read_index, before.write_index, strict=True) if r < 0 <= w
+    ]
     after.state[named] = 0
     assert named and not compare(before, after).ok
 
@@ -393,7 +463,10 @@ def test_half_spacing():
             gap = (x.view(torch.int16) + 1).view(dtype).double() - x.double()
         assert torch.equal(half_spacing(x.double(), dtype), gap / 2)
         want = (torch.rand(10000, generator=generator) * 2 - 1).double() * 2.0**exponents
-        assert ((want.float().to(dtype).double() - want).abs() <= half_spacing(want, dtype) * (1 + 2**-12)).all()
+        assert (
+            (want.float().to(dtype).double() - want).abs()
+            <= half_spacing(want, dtype) * (1 + 2**-12)
+        ).all()
 
 
 def test_some_requests_of_a_large_call():
@@ -418,7 +491,10 @@ def test_checker_keeps_its_cases():
 def test_an_exception_passes_through():
     """A kernel that refuses its arguments is not a wrong result."""
     with pytest.raises(TypeError, match="Mismatched"):
-        check_variant(lambda *arguments: (_ for _ in ()).throw(TypeError("Mismatched Tensor")), Contract(**SMALL))
+        check_variant(
+            lambda *arguments: (_ for _ in ()).throw(TypeError("Mismatched Tensor")),
+            Contract(**SMALL),
+        )
 
 
 def test_require():
@@ -438,7 +514,9 @@ def test_illegal_contract():
 
 @every_contract
 def test_recipes_are_awkward_enough(contract):
-    """Every contract meets GVA, no GVA, both norms, and whatever of padding, splits and odd strides it has."""
+    """Every contract meets GVA, no GVA, both norms, and whatever of padding, splits and odd strides
+    it has.
+    """
     found = list(recipes(contract))
     assert {p.HV // p.H for p, _ in found} == {1, 2, 3}
     assert any(p.H > 1 and p.HV > p.H for p, _ in found)

@@ -17,7 +17,8 @@ from gdntune.checking.reference import decode
 from gdntune.errors import UnsupportedProblem
 from gdntune.problem import Contract, Problem
 
-# Others' functions compute in fp32: 8 tokens of sums over 256 lose up to 5e-7 of the largest value here.
+# Others' functions compute in fp32: 8 tokens of sums over 256 lose up to 5e-7 of the largest value
+# here.
 FP32 = 3e-6
 SEEDS = range(200)
 FP32_CONTRACT = Contract(
@@ -34,7 +35,9 @@ FP32_CONTRACT = Contract(
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Tensors are small: where cores are shared, a second thread makes an operation wait for it, a hundred times as long."""
+    """Tensors are small: where cores are shared, a second thread makes an operation wait for it, a
+    hundred times as long.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,7 +45,9 @@ def one_thread():
 
 
 def load_naive(op):
-    """flash-linear-attention's naive module of an op by its file: importing the package asks for triton."""
+    """flash-linear-attention's naive module of an op by its file: importing the package asks for
+    triton.
+    """
     path = importlib.metadata.distribution("fla-core").locate_file(f"fla/ops/{op}/naive.py")
     spec = importlib.util.spec_from_file_location(f"naive_{op}", str(path))
     module = importlib.util.module_from_spec(spec)
@@ -52,12 +57,20 @@ def load_naive(op):
 
 @pytest.fixture(scope="module")
 def transformers_rules():
-    """Qwen3-Next's and Kimi-Linear's own functions; `fla` is hidden, since its kernels would be bound where it is installed."""
-    hidden = {n: sys.modules.pop(n) for n in list(sys.modules) if n == "fla" or n.startswith("fla.")}
+    """Qwen3-Next's and Kimi-Linear's own functions; `fla` is hidden, since its kernels would be
+    bound where it is installed.
+    """
+    hidden = {
+        n: sys.modules.pop(n) for n in list(sys.modules) if n == "fla" or n.startswith("fla.")
+    }
     sys.modules["fla"] = None
     try:
-        from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
-        from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+        from transformers.models.kimi_linear.modeling_kimi_linear import (
+            recurrent_kimi_delta_attention,
+        )
+        from transformers.models.qwen3_next.modeling_qwen3_next import (
+            torch_recurrent_gated_delta_rule,
+        )
     finally:
         del sys.modules["fla"]
         sys.modules.update(hidden)
@@ -68,10 +81,15 @@ def transformers_rules():
 
 
 def random_case(seed, **changes):
-    """A case of random sizes and gates in fp32, with a V-last state row for each request, as the others take it."""
+    """A case of random sizes and gates in fp32, with a V-last state row for each request, as the
+    others take it.
+    """
     pick = random.Random(seed)
     contract = FP32_CONTRACT.replace(
-        tokens=pick.randint(1, 8), K=pick.choice((64, 96, 128, 256)), V=32 * pick.randint(1, 3), **changes
+        tokens=pick.randint(1, 8),
+        K=pick.choice((64, 96, 128, 256)),
+        V=32 * pick.randint(1, 3),
+        **changes,
     )
     H = pick.randint(1, 2)
     problem = Problem(contract, pick.randint(1, 3), H, H * pick.randint(1, 3))
@@ -80,7 +98,9 @@ def random_case(seed, **changes):
 
 
 def prepared(case):
-    """q, k normalised where asked, log decay and beta by formulas of this file's own, H expanded to HV."""
+    """q, k normalised where asked, log decay and beta by formulas of this file's own, H expanded to
+    HV.
+    """
     group, op = case.problem.HV // case.problem.H, case.contract.op
     q, k = (x.double() for x in (case.q, case.k))
     if case.use_qk_l2norm:
@@ -115,7 +135,9 @@ def assert_same(got, want):
 
 @pytest.mark.parametrize("gate", ["log", "raw"])
 def test_agrees_with_naive_gated_delta_rule(gate):
-    """flash-linear-attention's GDN loop, 200 random problems over both gates with GVA, both norms and both signs of eigenvalues."""
+    """flash-linear-attention's GDN loop, 200 random problems over both gates with GVA, both norms
+    and both signs of eigenvalues.
+    """
     naive = load_naive("gated_delta_rule")
     for seed in SEEDS[: len(SEEDS) // 2]:
         case = random_case(seed, gate=gate, beta="given" if gate == "log" else "logit")
@@ -135,7 +157,9 @@ def test_agrees_with_naive_kda(gate):
     for seed in SEEDS[: -(-len(SEEDS) // 3)]:
         case = random_case(seed, op="kda_decode", gate=gate, beta=("given", "logit")[seed % 2])
         q, k, v, g, beta = prepared(case)
-        o, state = naive.naive_recurrent_kda(q, k, v, g, beta, initial_state=case.state, output_final_state=True)
+        o, state = naive.naive_recurrent_kda(
+            q, k, v, g, beta, initial_state=case.state, output_final_state=True
+        )
         result = decode(case.contract, **case.tensors())
         assert_close(o, result.output, f"seed {seed}, output")
         assert_close(state, result.state, f"seed {seed}, state")
@@ -143,7 +167,9 @@ def test_agrees_with_naive_kda(gate):
 
 @pytest.mark.parametrize("op", ["gdn_decode", "kda_decode"])
 def test_agrees_with_transformers(op, transformers_rules):
-    """Qwen3-Next's loop and Kimi-Linear's, which normalise by themselves and take pre-computed gates, 200 random problems each."""
+    """Qwen3-Next's loop and Kimi-Linear's, which normalise by themselves and take pre-computed
+    gates, 200 random problems each.
+    """
     for seed in SEEDS:
         case = random_case(seed, op=op)
         group = case.problem.HV // case.problem.H
@@ -168,7 +194,8 @@ def test_agrees_with_scalar_loops():
     case = make_case(Problem(contract, 2, 1, 2), seed=3)
     result = decode(contract, **case.tensors())
     q, k, v, a, b, A_log, dt_bias = (
-        x.double().numpy() for x in (case.q, case.k, case.v, case.a, case.b, case.A_log, case.dt_bias)
+        x.double().numpy()
+        for x in (case.q, case.k, case.v, case.a, case.b, case.A_log, case.dt_bias)
     )
     for n in range(2):
         for j in range(2):
@@ -176,7 +203,9 @@ def test_agrees_with_scalar_loops():
             for t in range(2):
                 kn = k[n, t, 0] / math.sqrt(sum(x * x for x in k[n, t, 0]) + 1e-6)
                 qn = q[n, t, 0] / math.sqrt(sum(x * x for x in q[n, t, 0]) + 1e-6) / 8
-                decay = math.exp(-math.exp(A_log[j]) * math.log1p(math.exp(a[n, t, j] + dt_bias[j])))
+                decay = math.exp(
+                    -math.exp(A_log[j]) * math.log1p(math.exp(a[n, t, j] + dt_bias[j]))
+                )
                 beta = 1 / (1 + math.exp(-b[n, t, j]))
                 for i in range(32):
                     row = [decay * x for x in S[i]]
@@ -184,7 +213,9 @@ def test_agrees_with_scalar_loops():
                     S[i] = [x + u * y for x, y in zip(row, kn, strict=True)]
                     o = sum(x * y for x, y in zip(S[i], qn, strict=True))
                     assert abs(o - float(result.output[n, t, j, i])) < 1e-12
-            np.testing.assert_allclose(result.state[int(case.write_index[n]), j].numpy(), S, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(
+                result.state[int(case.write_index[n]), j].numpy(), S, rtol=0, atol=1e-12
+            )
 
 
 def test_recurrence_alone():
@@ -203,7 +234,9 @@ def test_layouts_agree():
     contract = Contract(tokens=3, K=64, V=96, intermediate="dense", state_dtype="fp32")
     case = make_case(Problem(contract, 2, 1, 2))
     other = case.clone()
-    other.state, other.intermediate = (x.transpose(-1, -2).contiguous() for x in (case.state, case.intermediate))
+    other.state, other.intermediate = (
+        x.transpose(-1, -2).contiguous() for x in (case.state, case.intermediate)
+    )
     first = decode(contract, **case.tensors())
     second = decode(contract.replace(layout="v_last"), **other.tensors())
     assert_same(first.state, second.state.transpose(-1, -2))
@@ -213,7 +246,9 @@ def test_layouts_agree():
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
 def test_tokens_in_one_call_or_one_by_one(state_dtype):
-    """Between the tokens of a call the state is not rounded: with a bf16 state, calls of one token each lose more."""
+    """Between the tokens of a call the state is not rounded: with a bf16 state, calls of one token
+    each lose more.
+    """
     contract = Contract(tokens=4, K=64, V=32, state_dtype=state_dtype, intermediate="dense")
     case = make_case(Problem(contract, 2, 1, 1), permute=False)
     whole = decode(contract, **case.tensors())
@@ -221,7 +256,8 @@ def test_tokens_in_one_call_or_one_by_one(state_dtype):
     outputs = []
     for t in range(4):
         tensors = {
-            n: x[:, t : t + 1] if n in ("q", "k", "v", "a", "b", "output") else x for n, x in step.tensors().items()
+            n: x[:, t : t + 1] if n in ("q", "k", "v", "a", "b", "output") else x
+            for n, x in step.tensors().items()
         }
         result = decode(one, **tensors)
         outputs.append(result.output)
@@ -236,7 +272,15 @@ def test_tokens_in_one_call_or_one_by_one(state_dtype):
     [
         Contract(K=64, V=32),
         Contract(K=64, V=32, tokens=3, intermediate="slots", accepted=True, mode="frozen"),
-        Contract(K=64, V=32, tokens=3, intermediate="indexed", ragged=True, op="kda_decode", gate="softplus"),
+        Contract(
+            K=64,
+            V=32,
+            tokens=3,
+            intermediate="indexed",
+            ragged=True,
+            op="kda_decode",
+            gate="softplus",
+        ),
     ],
     ids=lambda c: c.key(),
 )
@@ -256,14 +300,22 @@ def test_touches_no_input(contract):
 def plain(**changes) -> Case:
     """Three requests with slots 0, 1, 2 of a pool of five."""
     contract = Contract(K=64, V=32, state_dtype="fp32", **changes)
-    return make_case(Problem(contract, 3, 1, 2), slots=15 if contract.intermediate == "slots" else 5, permute=False)
+    return make_case(
+        Problem(contract, 3, 1, 2),
+        slots=15 if contract.intermediate == "slots" else 5,
+        permute=False,
+    )
 
 
 @pytest.mark.parametrize(
-    "index", [-1, -9, 4, 5, 2**20], ids=["minus one", "negative", "null", "one beyond", "far beyond"]
+    "index",
+    [-1, -9, 4, 5, 2**20],
+    ids=["minus one", "negative", "null", "one beyond", "far beyond"],
 )
 def test_padding_index(index):
-    """A read index that is negative, null or outside the pool: zeros come out, and no slot changes, named for writing or not."""
+    """A read index that is negative, null or outside the pool: zeros come out, and no slot changes,
+    named for writing or not.
+    """
     case = plain()
     case.null_index = 4
     case.read_index[1], case.write_index[1] = index, 3
@@ -294,7 +346,9 @@ def test_frozen_writes_no_state():
     case = plain(mode="frozen", tokens=2)
     result = decode(case.contract, **case.tensors())
     assert torch.equal(result.state, case.state.double())
-    updated = decode(case.contract.replace(mode="update"), **{**case.tensors(), "write_index": case.read_index})
+    updated = decode(
+        case.contract.replace(mode="update"), **{**case.tensors(), "write_index": case.read_index}
+    )
     assert_same(result.output, updated.output)
 
 
@@ -313,7 +367,9 @@ def test_accepted_is_clamped():
 
 
 def test_slots_write_each_column():
-    """Token t's state goes to column t's slot; a column that is padding is skipped alone; nothing else changes."""
+    """Token t's state goes to column t's slot; a column that is padding is skipped alone; nothing
+    else changes.
+    """
     case = plain(tokens=3, intermediate="slots", accepted=True)
     case.accepted.fill_(2)
     case.slot_index[0, 2] = -1
@@ -330,12 +386,18 @@ def test_slots_write_each_column():
             if (n, t) != (0, 2):
                 assert_same(result.state[int(case.slot_index[n, t])], want[n, t])
         assert_same(result.state[int(case.write_index[n])], want[n, 2])
-    left = [s for s in range(15) if s not in [*case.slot_index.flatten().tolist(), *case.write_index.tolist()]]
+    left = [
+        s
+        for s in range(15)
+        if s not in [*case.slot_index.flatten().tolist(), *case.write_index.tolist()]
+    ]
     assert torch.equal(result.state[left], case.state[left].double())
 
 
 def test_padding_by_the_start_column():
-    """The start column decides: padded there, a request reads and writes nothing, whatever its other columns say."""
+    """The start column decides: padded there, a request reads and writes nothing, whatever its
+    other columns say.
+    """
     case = plain(tokens=2, intermediate="slots", accepted=True)
     case.accepted.copy_(torch.tensor([1, 2, 1]))
     case.slot_index[1, 1] = -1
@@ -347,9 +409,13 @@ def test_padding_by_the_start_column():
 
 @pytest.mark.parametrize("row", [-1, 4, 5], ids=["negative", "null", "beyond"])
 def test_indexed_rows(row):
-    """A buffer's row by index; a row that is padding is skipped, the final state is written all the same."""
+    """A buffer's row by index; a row that is padding is skipped, the final state is written all the
+    same.
+    """
     contract = Contract(K=64, V=32, tokens=2, intermediate="indexed", state_dtype="fp32")
-    case = make_case(Problem(contract, 3, 1, 2), extra_rows=2, extra_steps=2, slots=5, permute=False)
+    case = make_case(
+        Problem(contract, 3, 1, 2), extra_rows=2, extra_steps=2, slots=5, permute=False
+    )
     case.null_index = 4
     case.slot_index.copy_(torch.tensor([3, row, 0]))
     result = decode(contract, **case.tensors())
@@ -360,7 +426,9 @@ def test_indexed_rows(row):
 
 
 def test_ragged():
-    """Packed requests equal the same requests alone; rows beyond the last are untouched; length 0 keeps the start state."""
+    """Packed requests equal the same requests alone; rows beyond the last are untouched; length 0
+    keeps the start state.
+    """
     contract = Contract(K=64, V=32, tokens=4, ragged=True, intermediate="dense", state_dtype="fp32")
     lengths = [2, 0, 4, 1]
     case = make_case(Problem(contract, 4, 1, 2), lengths=lengths, tail_rows=3, split=True, seed=2)
@@ -373,8 +441,13 @@ def test_ragged():
         if not length:
             assert torch.equal(final, case.state[int(case.read_index[n])].double())
             continue
-        tensors = {m: x[:, rows] if m in ("q", "k", "v", "a", "b", "output") else x for m, x in case.tensors().items()}
-        tensors |= {m: case.tensors()[m][n : n + 1] for m in ("read_index", "write_index", "intermediate")}
+        tensors = {
+            m: x[:, rows] if m in ("q", "k", "v", "a", "b", "output") else x
+            for m, x in case.tensors().items()
+        }
+        tensors |= {
+            m: case.tensors()[m][n : n + 1] for m in ("read_index", "write_index", "intermediate")
+        }
         alone = decode(contract.replace(ragged=False), **tensors)
         assert_same(result.output[:, rows], alone.output)
         assert_same(final, alone.state[int(case.write_index[n])])
@@ -406,13 +479,19 @@ def test_gates_do_not_overflow():
 
 @pytest.mark.parametrize("gate", ["softplus", "lower_bound"])
 def test_rates_beyond_exp(gate):
-    """exp(A_log) overflows and what it multiplies vanishes: inf * 0 was NaN. The limit stands instead, in fp64 and fp32 alike."""
+    """exp(A_log) overflows and what it multiplies vanishes: inf * 0 was NaN. The limit stands
+    instead, in fp64 and fp32 alike.
+    """
     A_log = torch.tensor([88.8, 104.0, 800.0, 3e38]).double()[:, None]
     x = torch.tensor([0.0, -1.0, 1e-30, -1e-30, -200.0, -2e38, 3e38]).double()
     contract = Contract(op="kda_decode", gate=gate, K=64, V=32)
     for dtype in (torch.float64, torch.float32):
         a = x.to(dtype).expand(1, 1, 4, 7)
-        given = (torch.zeros(1, 1, 4, dtype=dtype), A_log[:, 0].to(dtype), torch.zeros(4, 7, dtype=dtype))
+        given = (
+            torch.zeros(1, 1, 4, dtype=dtype),
+            A_log[:, 0].to(dtype),
+            torch.zeros(4, 7, dtype=dtype),
+        )
         decay = reference.gates(contract, a, *given, 1.0, 20.0, -5.0, 1.0)[0][0, 0].double()
         if gate == "softplus":
             wanted = (A_log + x < -20).double()
@@ -426,7 +505,9 @@ def test_rates_beyond_exp(gate):
 
 
 def test_requests_alone():
-    """A trace of some requests is the same as theirs in the whole, and counts no other place as touched."""
+    """A trace of some requests is the same as theirs in the whole, and counts no other place as
+    touched.
+    """
     contract = Contract(K=64, V=32, tokens=2, intermediate="dense")
     case = make_case(Problem(contract, 4, 1, 2))
     some = reference.trace(contract, **case.tensors(), requests=torch.tensor([2, 0]))

@@ -1,4 +1,6 @@
-"""gdntune/cli.py: every command has help, wrong use is one message and exit code 2, and the main job runs whole."""
+"""gdntune/cli.py: every command has help, wrong use is one message and exit code 2, and the main
+job runs whole.
+"""
 
 import json
 import lzma
@@ -56,7 +58,9 @@ def run(*arguments, **options):
 
 
 def spawn(*arguments, **environment):
-    """The command line in a process of its own, by this Python's path, with no environment activated."""
+    """The command line in a process of its own, by this Python's path, with no environment
+    activated.
+    """
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     return subprocess.run(
         [sys.executable, "-m", "gdntune", *map(str, arguments)],
@@ -83,7 +87,9 @@ def folder(tmp_path_factory):
 
 
 def refused(result, *parts):
-    """Whether a run ended with one message that says all `parts`, without a traceback, and exit code 2."""
+    """Whether a run ended with one message that says all `parts`, without a traceback, and exit
+    code 2.
+    """
     assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
@@ -96,7 +102,9 @@ def refused(result, *parts):
 # -- help
 
 
-@pytest.mark.parametrize("path", [path for path, _ in commands()], ids=lambda p: " ".join(p) or "gdntune")
+@pytest.mark.parametrize(
+    "path", [path for path, _ in commands()], ids=lambda p: " ".join(p) or "gdntune"
+)
 def test_every_command_has_help(path):
     """Each command says what it does, and each of its options and arguments what it is for."""
     command = dict(commands())[path]
@@ -109,7 +117,11 @@ def test_every_command_has_help(path):
 
 def test_commands():
     """The commands are those that the README and the design name, and each stands in the README."""
-    names = {" ".join(path) for path, command in commands() if path and not getattr(command, "commands", None)}
+    names = {
+        " ".join(path)
+        for path, command in commands()
+        if path and not getattr(command, "commands", None)
+    }
     assert names == {
         "sweep", "bench", "compile", "report", "explain", "doctor", "replay", "judge", "compare", "expect",
         "table show", "table validate", "table diff", "table merge",
@@ -139,7 +151,9 @@ def test_version():
 )
 @pytest.mark.parametrize("command", ["sweep", "compile"])
 def test_malformed_config(tmp_path, monkeypatch, command, changes, parts):
-    """A malformed config is one message with file, path, value and what is accepted; nothing is written."""
+    """A malformed config is one message with file, path, value and what is accepted; nothing is
+    written.
+    """
     monkeypatch.chdir(tmp_path)
     path = config(tmp_path, **changes)
     extra = ("--arch", "cpu") if command == "compile" else ()
@@ -149,11 +163,16 @@ def test_malformed_config(tmp_path, monkeypatch, command, changes, parts):
 
 @pytest.mark.parametrize("command", ["sweep", "bench", "compile"])
 def test_knobs_that_no_variant_has(tmp_path, monkeypatch, command):
-    """Fault: kernels, knobs and values that are not there were found by no command but `sweep`, values by none."""
+    """Fault: kernels, knobs and values that are not there were found by no command but `sweep`,
+    values by none.
+    """
     monkeypatch.chdir(tmp_path)
     extra = ("--arch", "cpu") if command == "compile" else ("--device", "cpu")
     for wanted, said in (
-        ({"recurrent": {"lanes": [7]}}, "$.kernels.recurrent.lanes lists 7, which no legal variant has"),
+        (
+            {"recurrent": {"lanes": [7]}},
+            "$.kernels.recurrent.lanes lists 7, which no legal variant has",
+        ),
         (
             {"cpu_recurrent": {"tile_v": [16, 24]}},
             "tile_v lists 24, which no legal variant has at the contracts: accepted are 16, 32",
@@ -163,9 +182,13 @@ def test_knobs_that_no_variant_has(tmp_path, monkeypatch, command):
         assert refused(run(command, config(tmp_path, kernels=wanted), *extra), said)
     # the values of a part that is left out count: they are of the same file
     parts = [{"name": "one"}, {"name": "four", "tokens": [4]}]
-    path = config(tmp_path, kernels={"recurrent": {"heads": [True]}, "cpu_recurrent": {}}, parts=parts)
+    path = config(
+        tmp_path, kernels={"recurrent": {"heads": [True]}, "cpu_recurrent": {}}, parts=parts
+    )
     monkeypatch.setattr(search, "sweep", lambda *_, **__: 1 / 0)
-    assert isinstance(run("sweep", path, "--part", "four", "--device", "cpu").exception, ZeroDivisionError)
+    assert isinstance(
+        run("sweep", path, "--part", "four", "--device", "cpu").exception, ZeroDivisionError
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
@@ -181,14 +204,18 @@ def test_shipped_configs_go_by_name(monkeypatch, name):
     """`gdntune sweep quickstart` is the shipped config, wherever one stands; a name may have a dot."""
     seen = {}
     monkeypatch.setattr(
-        search, "sweep", lambda config, folder, **_: seen.update(name=config.name, folder=folder) or 1 / 0
+        search,
+        "sweep",
+        lambda config, folder, **_: seen.update(name=config.name, folder=folder) or 1 / 0,
     )
     assert isinstance(run("sweep", name, "--device", "cpu").exception, ZeroDivisionError)
     assert seen == {"name": name, "folder": Path("results") / name}
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"schema": "gdntune.table/2"}'], ids=["empty", "torn", "list", "version"]
+    "content",
+    ["", "{", "[]", '{"schema": "gdntune.table/2"}'],
+    ids=["empty", "torn", "list", "version"],
 )
 def test_malformed_table(tmp_path, content):
     """A malformed table: `table validate` finds it, the others refuse it."""
@@ -206,7 +233,9 @@ def test_malformed_journal(tmp_path):
     header = synthetic.run()
     folder = synthetic.write(tmp_path, header, synthetic.records(header))
     lines = (folder / "journal.jsonl").read_text().splitlines()
-    (folder / "journal.jsonl").write_text("\n".join([*lines[:3], '{"kind": "trial"', *lines[3:], ""]))
+    (folder / "journal.jsonl").write_text(
+        "\n".join([*lines[:3], '{"kind": "trial"', *lines[3:], ""])
+    )
     assert refused(run("report", folder), "line 4")
 
 
@@ -251,10 +280,13 @@ def test_wrong_options(arguments):
 
 @pytest.mark.parametrize("command", ["sweep", "bench", "compile"])
 def test_a_config_of_a_near_name(command):
-    """Fault: a shipped config's name with a letter missing was refused without saying which was meant."""
+    """Fault: a shipped config's name with a letter missing was refused without saying which was
+    meant.
+    """
     extra = ("--arch", "cpu") if command == "compile" else ()
     assert refused(
-        run(command, "quickstar", *extra), "quickstar: no such file or shipped config (did you mean `quickstart`?)"
+        run(command, "quickstar", *extra),
+        "quickstar: no such file or shipped config (did you mean `quickstart`?)",
     )
 
 
@@ -278,7 +310,9 @@ def test_a_timer_that_the_device_cannot_have(tmp_path):
 
 
 def test_missing_cupti_permission(monkeypatch, tmp_path):
-    """Where CUPTI refuses, `--timer cupti` is one message with the remedy; `auto` times by events and says so."""
+    """Where CUPTI refuses, `--timer cupti` is one message with the remedy; `auto` times by events
+    and says so.
+    """
     fault = "CUPTI cannot be used (INSUFFICIENT_PRIVILEGES); load the driver with NVreg_RestrictProfilingToAdminUsers=0"
     device = target("sm_90a")
     monkeypatch.setattr(arch, "detect", lambda kind="auto", index=0: device)
@@ -293,7 +327,9 @@ def test_missing_cupti_permission(monkeypatch, tmp_path):
 
     monkeypatch.setattr(search, "sweep", sweep)
     assert refused(
-        run("sweep", "quickstart", "--timer", "cupti", "--out", tmp_path / "a"), "NVreg_Restrict", "--timer events"
+        run("sweep", "quickstart", "--timer", "cupti", "--out", tmp_path / "a"),
+        "NVreg_Restrict",
+        "--timer events",
     )
     assert not (tmp_path / "a").exists()
     result = run("sweep", "quickstart", "--out", tmp_path / "b")
@@ -309,7 +345,9 @@ def test_a_tool_that_is_missing(monkeypatch, tmp_path):
         raise ToolMissing("no g++: apt install g++")
 
     monkeypatch.setattr(search, "sweep", sweep)
-    assert refused(run("sweep", "quickstart", "--device", "cpu", "--out", tmp_path), "apt install g++")
+    assert refused(
+        run("sweep", "quickstart", "--device", "cpu", "--out", tmp_path), "apt install g++"
+    )
 
 
 def test_interrupted(monkeypatch, tmp_path):
@@ -361,9 +399,12 @@ def test_report_against(folder):
     """Published figures stand in Markdown and the terminal; a CSV and an unknown name are refused."""
     name = "published:flashinfer-pr-3127"
     for options in (("--format", "md"), ()):
-        assert "NVIDIA B200, cold-dirty" in run("report", folder, "--against", name, *options).stdout
+        assert (
+            "NVIDIA B200, cold-dirty" in run("report", folder, "--against", name, *options).stdout
+        )
     assert refused(
-        run("report", folder, "--against", name, "--format", "csv"), "accepted are md, html and the terminal"
+        run("report", folder, "--against", name, "--format", "csv"),
+        "accepted are md, html and the terminal",
     )
     assert refused(run("report", folder, "--against", "flashinfer"), f"accepted are {name}")
 
@@ -399,11 +440,18 @@ def test_table_validate(folder, tmp_path):
 def test_table_validate_reads_ids(folder, tmp_path):
     """Fault: a table whose ids say tv33 and whose knobs say 32 was valid. The refusal names both."""
     bad = tmp_path / "bad.json"
-    bad.write_text((folder / "table.json").read_text().replace("recurrent.tv32.", "recurrent.tv33."))
+    bad.write_text(
+        (folder / "table.json").read_text().replace("recurrent.tv32.", "recurrent.tv33.")
+    )
     result = run("table", "validate", bad)
     assert result.exit_code == 1
-    assert "$.variants['recurrent.tv33." in result.stdout and "knobs are those of recurrent.tv32." in result.stdout
-    assert refused(run("explain", "--table", bad, "--work-units", 8), "knobs are those of recurrent.tv32.")
+    assert (
+        "$.variants['recurrent.tv33." in result.stdout
+        and "knobs are those of recurrent.tv32." in result.stdout
+    )
+    assert refused(
+        run("explain", "--table", bad, "--work-units", 8), "knobs are those of recurrent.tv32."
+    )
 
 
 def test_a_file_that_is_no_run(tmp_path):
@@ -411,7 +459,11 @@ def test_a_file_that_is_no_run(tmp_path):
     trace = tmp_path / "trace.csv"
     trace.write_text("batch,tokens\n1,1\n")
     for path in (trace, config(tmp_path)):
-        assert refused(run("report", path), f"{path} is no journal", "accepted is a sweep's folder, its journal.jsonl")
+        assert refused(
+            run("report", path),
+            f"{path} is no journal",
+            "accepted is a sweep's folder, its journal.jsonl",
+        )
 
 
 def test_tables_without_a_terminal(folder, tmp_path):
@@ -421,7 +473,13 @@ def test_tables_without_a_terminal(folder, tmp_path):
     path, other = tmp_path / "t.json", tmp_path / "other"
     path.write_text((folder / "table.json").read_text().replace(f'"{name}"', f'"{long}"'))
     shown = run("table", "show", path).stdout.splitlines()
-    evidence = [e for r in table.load(path).rules for i in r.intervals if i.variant == long for e in i.evidence]
+    evidence = [
+        e
+        for r in table.load(path).rules
+        for i in r.intervals
+        if i.variant == long
+        for e in i.evidence
+    ]
     assert len(evidence) == sum(long in line for line in shown) > 0
     header = synthetic.run()
     swapped = synthetic.write(other, header, synthetic.records(header, swap=1)) / "table.json"
@@ -440,13 +498,17 @@ def test_replay(folder, tmp_path):
     out = tmp_path / "t.json"
     result = run("replay", folder, "--out", out)
     assert result.exit_code == 0
-    assert result.stdout.startswith("synthetic, 2026-11-28T00:00:00+00:00: 6 rules, 12 intervals, 2 variants; regret")
+    assert result.stdout.startswith(
+        "synthetic, 2026-11-28T00:00:00+00:00: 6 rules, 12 intervals, 2 variants; regret"
+    )
     assert table.validate(run("replay", folder, "--json").stdout.encode()) == table.load(out)
     assert refused(run("replay", folder, "--without-variants", "x"), "'x' fits none of 4 variants")
 
 
 def test_judge(folder, tmp_path):
-    """A table on its own journal loses nothing; on another what the limit says; the exit code is 1 above it."""
+    """A table on its own journal loses nothing; on another what the limit says; the exit code is 1
+    above it.
+    """
     path = folder / "table.json"
     said = json.loads(run("judge", path, folder, "--json").stdout)
     assert (said["table"]["cells"], said["table"]["regret_max"]) == (18, 0)
@@ -479,37 +541,58 @@ def test_compare(folder, tmp_path):
     other = synthetic.write(tmp_path, header, [*checks, *slow], with_table=False)
     result = run("compare", folder, other, "--json")
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["counts"] == {"FASTER": 0, "SLOWER": 18, "SAME": 0, "UNCLEAR": 0}
+    assert json.loads(result.stdout)["counts"] == {
+        "FASTER": 0,
+        "SLOWER": 18,
+        "SAME": 0,
+        "UNCLEAR": 0,
+    }
 
 
 @pytest.mark.parametrize(
-    "command", [["report"], ["replay"], ["judge", "TABLE"], ["judge"], ["compare", "FOLDER"]], ids=" ".join
+    "command",
+    [["report"], ["replay"], ["judge", "TABLE"], ["judge"], ["compare", "FOLDER"]],
+    ids=" ".join,
 )
 def test_a_table_is_no_journal(folder, tmp_path, command):
-    """Fault: a table where a journal is wanted was called a broken one, to be restored. It says which file to give."""
+    """Fault: a table where a journal is wanted was called a broken one, to be restored. It says
+    which file to give.
+    """
     path = folder / "table.json"
     words = [{"TABLE": path, "FOLDER": folder}.get(word, word) for word in command]
-    assert refused(run(*words, path), f"{path} is a table, a journal is wanted: give {folder / 'journal.jsonl'}")
+    assert refused(
+        run(*words, path),
+        f"{path} is a table, a journal is wanted: give {folder / 'journal.jsonl'}",
+    )
     alone = tmp_path / "t.json"
     alone.write_bytes(path.read_bytes())
-    assert refused(run(*words, alone), "is a table, a journal is wanted: give that of its sweep; `gdntune table show")
+    assert refused(
+        run(*words, alone),
+        "is a table, a journal is wanted: give that of its sweep; `gdntune table show",
+    )
 
 
 def test_a_journal_is_no_table(folder, tmp_path):
-    """Where a table is wanted, a journal and a folder are called what they are, and the way to a table is said."""
+    """Where a table is wanted, a journal and a folder are called what they are, and the way to a
+    table is said.
+    """
     path, packed = folder / "journal.jsonl", tmp_path / "j.jsonl.xz"
     packed.write_bytes(lzma.compress(path.read_bytes()))
     for journal in (path, packed):
         assert refused(
-            run("judge", journal, folder), f"is a journal, a table is wanted: `gdntune replay {journal} -o table.json`"
+            run("judge", journal, folder),
+            f"is a journal, a table is wanted: `gdntune replay {journal} -o table.json`",
         )
     assert refused(
-        run("judge", folder, folder), f"{folder} is a folder, a table is wanted: give the file, {folder / 'table.json'}"
+        run("judge", folder, folder),
+        f"{folder} is a folder, a table is wanted: give the file, {folder / 'table.json'}",
     )
 
 
 def test_nothing_to_report(tmp_path):
-    """Fault: a run without a cell was reported in odd words. It is one message; where something failed, that is reported."""
+    """Fault: a run without a cell was reported in odd words. It is one message; where something
+    failed, that is reported.
+    """
     header = synthetic.run(peaks={})
     checks = [r for r in synthetic.records(header) if isinstance(r, Check)]
     for name, found in (("header", []), ("checks", checks)):
@@ -523,19 +606,26 @@ def test_nothing_to_report(tmp_path):
     (empty / "journal.jsonl").write_bytes(b"")
     assert refused(run("report", empty), "holds no whole line")
     wrong = Check(contract=checks[0].contract, variant="a", status="failed", reason="off by one")
-    text = run("report", synthetic.write(tmp_path / "wrong", header, [*checks, wrong], with_table=False)).stdout
+    text = run(
+        "report", synthetic.write(tmp_path / "wrong", header, [*checks, wrong], with_table=False)
+    ).stdout
     assert "off by one" in text
 
 
 def test_table_diff_and_merge(folder, tmp_path):
-    """Equal tables exit with 0, others with 1; a merge of two ops has the rules of both; a conflict is refused."""
+    """Equal tables exit with 0, others with 1; a merge of two ops has the rules of both; a conflict
+    is refused.
+    """
     path, both, other = folder / "table.json", tmp_path / "both.json", tmp_path / "other"
     assert run("table", "diff", path, path).exit_code == 0
     header = synthetic.run()
     conflicting = synthetic.write(other, header, synthetic.records(header, swap=1)) / "table.json"
     result = run("table", "diff", path, conflicting)
     assert (result.exit_code, "12 spans" in result.stdout) == (1, True)
-    assert json.loads(run("table", "diff", path, conflicting, "--json").stdout)["choices"][0]["first"] == 1
+    assert (
+        json.loads(run("table", "diff", path, conflicting, "--json").stdout)["choices"][0]["first"]
+        == 1
+    )
     assert refused(run("table", "merge", path, conflicting, "--out", both), "--prefer first")
     assert not both.exists()
     assert run("table", "merge", path, conflicting, "-o", both, "--prefer", "second").exit_code == 0
@@ -545,8 +635,16 @@ def test_table_diff_and_merge(folder, tmp_path):
 def test_explain_a_table(folder):
     """A given table's choice and its reason, in words and as JSON."""
     path = folder / "table.json"
-    said = json.loads(run("explain", "--table", path, "--B", 8, "--HV", 64, "--state-dtype", "fp32", "--json").stdout)
-    assert (said["variant"], said["match"], said["work_units"]) == (synthetic.VARIANTS[0].id, "exact", 512)
+    said = json.loads(
+        run(
+            "explain", "--table", path, "--B", 8, "--HV", 64, "--state-dtype", "fp32", "--json"
+        ).stdout
+    )
+    assert (said["variant"], said["match"], said["work_units"]) == (
+        synthetic.VARIANTS[0].id,
+        "exact",
+        512,
+    )
     assert said["table"] == str(path)
     text = run("explain", "--table", path, "--work-units", 5000, "--tokens", 3).stdout
     assert synthetic.VARIANTS[2].id in text
@@ -554,7 +652,9 @@ def test_explain_a_table(folder):
 
 
 def test_explain_a_table_without_a_rule(folder):
-    """Fault: where a given table has no rule for an op, the default was said to be used, and not which variant that is."""
+    """Fault: where a given table has no rule for an op, the default was said to be used, and not
+    which variant that is.
+    """
     path = folder / "table.json"
     words = ("--B", 4, "--HV", 8, "--op", "kda_decode", "--table", path)
     default = kernels.default(Contract(op="kda_decode", gate="log"), 32, target("sm_90a"))
@@ -594,8 +694,11 @@ def test_progress_without_a_terminal(capsys):
 
 
 def test_sweep_end_to_end(tmp_path):
-    """A tiny sweep on this CPU's real kernels, by `python -m gdntune`, unactivated and with no ninja on PATH."""
-    # Only the system's compiler is on PATH: a system's ninja must not hide that the environment's own is not found.
+    """A tiny sweep on this CPU's real kernels, by `python -m gdntune`, unactivated and with no
+    ninja on PATH.
+    """
+    # Only the system's compiler is on PATH: a system's ninja must not hide that the environment's
+    # own is not found.
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("g++", "gcc", "as", "ld", "cc1plus", "collect2", "cp"):
@@ -615,14 +718,21 @@ def test_sweep_end_to_end(tmp_path):
     assert "2 of 2 cells" in " ".join((out / "report.md").read_text().split())
     assert run("table", "validate", out / "table.json").stdout == f"{out / 'table.json'}: valid\n"
     # Again: nothing is left to do, and what is written is the same.
-    before = {p.name: p.read_bytes() for p in out.iterdir() if p.suffix in (".json", ".jsonl", ".md", ".csv", ".html")}
+    before = {
+        p.name: p.read_bytes()
+        for p in out.iterdir()
+        if p.suffix in (".json", ".jsonl", ".md", ".csv", ".html")
+    }
     assert spawn("sweep", config(tmp_path), "--out", out).returncode == 0
     assert {name: (out / name).read_bytes() for name in before} == before
 
 
 PARTS = {
     "kernels": {"cpu_recurrent": {"tile_v": [32], "ilp": [2], "vec": [8]}},
-    "parts": [{"name": "one", "batch": [1]}, {"name": "two", "contracts": [{"state_dtype": "bf16"}]}],
+    "parts": [
+        {"name": "one", "batch": [1]},
+        {"name": "two", "contracts": [{"state_dtype": "bf16"}]},
+    ],
 }
 
 
@@ -633,18 +743,27 @@ def test_a_file_where_a_folder_is_wanted(folder, tmp_path, monkeypatch):
     path.write_text("x")
     words = ("compile", config(tmp_path), "--arch", "cpu", "--bundle")
     assert refused(run(*words, path), f"--bundle {path}: it is a file, and a folder is wanted")
-    assert refused(run(*words, path / "below"), f"--bundle {path / 'below'}: {path} is a file, and a folder is wanted")
+    assert refused(
+        run(*words, path / "below"),
+        f"--bundle {path / 'below'}: {path} is a file, and a folder is wanted",
+    )
     said = run("report", folder, "--format", "kernel-tuner", "--out", path)
     assert refused(said, f"--out {path}: cannot be written: it is a file, and a folder is wanted")
 
 
 def test_compile_parts(tmp_path):
-    """`--part` compiles what those parts need; each part's cells and objects, and the bundle's size, are told."""
+    """`--part` compiles what those parts need; each part's cells and objects, and the bundle's
+    size, are told.
+    """
     path = config(tmp_path, **PARTS)
     bundle = tmp_path / "bundle"
-    said = json.loads(run("compile", path, "--arch", "cpu", "--part", "t*", "--bundle", bundle, "--json").stdout)
+    said = json.loads(
+        run("compile", path, "--arch", "cpu", "--part", "t*", "--bundle", bundle, "--json").stdout
+    )
     assert said["config"] == "tiny.t"
-    assert said["parts"] == [{"name": "two", "contracts": 1, "cells": 2, "objects": said["objects"]}]
+    assert said["parts"] == [
+        {"name": "two", "contracts": 1, "cells": 2, "objects": said["objects"]}
+    ]
     assert said["bundle_bytes"] == sum(p.stat().st_size for p in bundle.iterdir())
     assert {m["spec"]["facts"]["state_dtype"] for m in said["manifests"]} == {"bf16"}
     text = run("compile", path, "--arch", "cpu", "--part", "two", "--bundle", bundle).stdout
@@ -659,9 +778,14 @@ def test_no_such_part(tmp_path, monkeypatch, command):
     extra = ("--arch", "cpu") if command == "compile" else ()
     path = config(tmp_path, **PARTS)
     assert refused(
-        run(command, path, "--part", "tow", *extra), "tiny has no part 'tow' (did you mean `two`?)", "one, two"
+        run(command, path, "--part", "tow", *extra),
+        "tiny has no part 'tow' (did you mean `two`?)",
+        "one, two",
     )
-    assert refused(run(command, config(tmp_path), "--part", "two", *extra), "tiny has no part 'two': it has no parts")
+    assert refused(
+        run(command, config(tmp_path), "--part", "two", *extra),
+        "tiny has no part 'two': it has no parts",
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
@@ -670,7 +794,14 @@ def test_no_compiler(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     out = tmp_path / "out"
-    result = spawn("sweep", config(tmp_path), "--out", out, PATH=str(empty), GDNTUNE_CACHE_DIR=str(tmp_path / "cache"))
+    result = spawn(
+        "sweep",
+        config(tmp_path),
+        "--out",
+        out,
+        PATH=str(empty),
+        GDNTUNE_CACHE_DIR=str(tmp_path / "cache"),
+    )
     assert result.returncode == 2, result.stderr
     assert "g++" in result.stderr
     assert "Traceback" not in result.stderr
@@ -678,13 +809,18 @@ def test_no_compiler(tmp_path):
 
 
 def test_a_place_that_cannot_be_written(tmp_path, capsys):
-    """Fault: a bundle or page in a place that cannot be written ended in a traceback; a closed pipe is no such place."""
+    """Fault: a bundle or page in a place that cannot be written ended in a traceback; a closed pipe
+    is no such place.
+    """
     (tmp_path / "file").write_text("x")
     command = cli_common.refusing(lambda path: (path / "page.md").write_text("x"))
     with pytest.raises(typer.Exit) as ended:
         command(tmp_path / "file")
     assert ended.value.exit_code == 2
-    assert str(tmp_path / "file" / "page.md") in (said := capsys.readouterr().err) and "name a place" in said
+    assert (
+        str(tmp_path / "file" / "page.md") in (said := capsys.readouterr().err)
+        and "name a place" in said
+    )
 
     def closed():
         raise BrokenPipeError

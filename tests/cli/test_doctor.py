@@ -76,7 +76,9 @@ def test_ninja_beside_python(here, tmp_path):
 def test_cupti_without_permission(gpu):
     """CUPTI that may not be used is a note with the remedy: events are used instead."""
     gpu.setattr(
-        cupti_records, "fault", lambda: "CUPTI cannot be used (INSUFFICIENT_PRIVILEGES); load the driver with ..."
+        cupti_records,
+        "fault",
+        lambda: "CUPTI cannot be used (INSUFFICIENT_PRIVILEGES); load the driver with ...",
     )
     found = finding("CUPTI")
     assert found.status == "note"
@@ -94,7 +96,8 @@ def test_the_gpu_is_described(gpu):
 
 
 @pytest.mark.parametrize(
-    "version, on_gpu, status", [(None, True, "hinders"), (None, False, "note"), ("4.7.0", True, "hinders")]
+    "version, on_gpu, status",
+    [(None, True, "hinders"), (None, False, "note"), ("4.7.0", True, "hinders")],
 )
 def test_cute_dsl_against_the_pin(here, version, on_gpu, status):
     """Another version than the pinned one, or none, hinders where there is a GPU to compile for."""
@@ -105,7 +108,8 @@ def test_cute_dsl_against_the_pin(here, version, on_gpu, status):
 
 
 @pytest.mark.parametrize(
-    "version, status", [("2.13.0+cpu", "ok"), ("2.9.1", "hinders"), (None, "hinders"), ("2.11.0a0", "ok")]
+    "version, status",
+    [("2.13.0+cpu", "ok"), ("2.9.1", "hinders"), (None, "hinders"), ("2.11.0a0", "ok")],
 )
 def test_torch_versions(here, version, status):
     """torch before 2.11, or none, hinders."""
@@ -141,18 +145,24 @@ def test_tables_are_found(gpu, tmp_path):
 
 
 def test_how_a_table_is_put_to_use(gpu, tmp_path):
-    """The user's folder and the other two ways are said; a file there by another name is nobody's, and one of a CPU is refused."""
+    """The user's folder and the other two ways are said; a file there by another name is nobody's,
+    and one of a CPU is refused.
+    """
     gpu.setattr(dispatch, "shipped_tables", lambda: tmp_path / "none")
     gpu.setattr(dispatch, "user_tables", lambda: tmp_path)
     place = tmp_path / target("sm_90a").slug
     said = finding("your own")
     assert said.status == "ok"
     assert (
-        f"copy it as OP.json into {place}, or set GDNTUNE_TABLE=PATH, or call gdntune.load_table('PATH')" in said.value
+        f"copy it as OP.json into {place}, or set GDNTUNE_TABLE=PATH, or call gdntune.load_table('PATH')"
+        in said.value
     )
     assert "OP: gdn_decode, kda_decode" in said.value
     words = doctor.put_to_use(target("sm_90a"), tmp_path / "a b.json", ["gdn_decode", "kda_decode"])
-    assert "as gdn_decode.json and kda_decode.json into" in words and f"GDNTUNE_TABLE='{tmp_path}/a b.json'" in words
+    assert (
+        "as gdn_decode.json and kda_decode.json into" in words
+        and f"GDNTUNE_TABLE='{tmp_path}/a b.json'" in words
+    )
     header = synthetic.run(synthetic.cpu())
     folder = synthetic.write(tmp_path / "run", header, synthetic.records(header))
     place.mkdir()

@@ -1,4 +1,6 @@
-"""Devices: names, detection, NVML, caches, versions; without a GPU, so torch's and NVML's answers are stand-ins."""
+"""Devices: names, detection, NVML, caches, versions; without a GPU, so torch's and NVML's answers
+are stand-ins.
+"""
 
 import itertools
 import subprocess
@@ -58,9 +60,13 @@ def fake_torch(monkeypatch):
         uuid="ab-1",
     )
     cuda = types.SimpleNamespace(
-        is_available=lambda: True, device_count=lambda: 1, get_device_properties=lambda index: properties
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        get_device_properties=lambda index: properties,
     )
-    torch = types.SimpleNamespace(__version__="2.11.0", version=types.SimpleNamespace(cuda="13.0"), cuda=cuda)
+    torch = types.SimpleNamespace(
+        __version__="2.11.0", version=types.SimpleNamespace(cuda="13.0"), cuda=cuda
+    )
     monkeypatch.setitem(sys.modules, "torch", torch)
     return torch
 
@@ -77,7 +83,13 @@ def test_importing_is_light():
 
 @pytest.mark.parametrize(
     ("capability", "name"),
-    [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((10, 3), "sm_103a"), ((12, 0), "sm_120a"), ((8, 0), "sm_80")],
+    [
+        ((9, 0), "sm_90a"),
+        ((10, 0), "sm_100a"),
+        ((10, 3), "sm_103a"),
+        ((12, 0), "sm_120a"),
+        ((8, 0), "sm_80"),
+    ],
 )
 def test_arch_names(capability, name):
     """Compute capabilities get the compiler's names, each of which has a stand-in to compile for."""
@@ -94,11 +106,14 @@ def test_target_is_a_known_model():
         arch.target("sm_42")
 
 
-@pytest.mark.parametrize("given, meant", [("sm_90", "sm_90a"), ("sm_100", "sm_100a"), ("sm90a", "sm_90a")])
+@pytest.mark.parametrize(
+    "given, meant", [("sm_90", "sm_90a"), ("sm_100", "sm_100a"), ("sm90a", "sm_90a")]
+)
 def test_a_near_arch_is_named(given, meant):
     """Fault: `--arch sm_90` was said to have no stand-in, and not that sm_90a is meant."""
     with pytest.raises(
-        UnknownName, match=rf"'{given}' \(did you mean `{meant}`\?\): accepted are sm_80, .*, .* cpu and native"
+        UnknownName,
+        match=rf"'{given}' \(did you mean `{meant}`\?\): accepted are sm_80, .*, .* cpu and native",
     ):
         arch.target(given)
 
@@ -131,7 +146,9 @@ def test_datasheet(name, peak):
 def test_detect_cuda(monkeypatch, fake_torch):
     """A CUDA device is described by torch and the datasheet; NVML stands in for an unknown name."""
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    assert arch.detect() == Device("cuda", H100, "sm_90a", 132, 50 << 20, 80 << 30, 3352.0, "datasheet")
+    assert arch.detect() == Device(
+        "cuda", H100, "sm_90a", 132, 50 << 20, 80 << 30, 3352.0, "datasheet"
+    )
     monkeypatch.setattr(arch, "KNOWN", {})
     device = arch.detect("cuda")
     assert (round(device.peak_gb_s), device.peak_source) == (3352, "nvml")
@@ -168,14 +185,24 @@ def test_detect_cpu_is_repeatable():
 @pytest.mark.parametrize(
     ("text", "name", "start"),
     [
-        ("model name : AMD EPYC\nflags : avx2 sse avx512f\n\nmodel name : other", "AMD EPYC", "x86_64-avx512-"),
+        (
+            "model name : AMD EPYC\nflags : avx2 sse avx512f\n\nmodel name : other",
+            "AMD EPYC",
+            "x86_64-avx512-",
+        ),
         ("model name\t: Old\nflags\t\t: sse sse2", "Old", "x86_64-"),
-        ("CPU implementer : 0x41\nCPU part : 0xd4f\nFeatures : fp asimd sve", "Arm 0x41 0xd4f", "x86_64-sve-"),
+        (
+            "CPU implementer : 0x41\nCPU part : 0xd4f\nFeatures : fp asimd sve",
+            "Arm 0x41 0xd4f",
+            "x86_64-sve-",
+        ),
     ],
     ids=["avx512", "sse", "arm"],
 )
 def test_cpu_identity(tmp_path, text, name, start):
-    """A CPU is named by its first block of cpuinfo, and its arch by its widest vectors and a hash of its flags."""
+    """A CPU is named by its first block of cpuinfo, and its arch by its widest vectors and a hash
+    of its flags.
+    """
     (tmp_path / "cpuinfo").write_text(text)
     got, flags = arch._cpu_identity(tmp_path / "cpuinfo")
     assert got == name
@@ -211,7 +238,9 @@ def test_cgroup_quota(tmp_path, files, cpus):
 def test_last_level_cache(tmp_path):
     """The highest level counts, instruction caches do not, and a silent system gets the fallback."""
     assert arch.last_level_cache_bytes(tmp_path) == 32 << 20
-    for index, (level, kind, size) in enumerate([(1, "Data", "48K"), (3, "Unified", "36M"), (2, "Unified", "1024K")]):
+    for index, (level, kind, size) in enumerate(
+        [(1, "Data", "48K"), (3, "Unified", "36M"), (2, "Unified", "1024K")]
+    ):
         folder = tmp_path / f"index{index}"
         folder.mkdir()
         for name, value in (("level", level), ("type", kind), ("size", size)):
@@ -238,25 +267,35 @@ def test_nvml_device_is_torchs(monkeypatch, fake_torch):
 
 def test_clocks(monkeypatch):
     """Clocks carry the event reasons in words; a field that NVML refuses is None."""
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(reasons=0x44, refused=["nvmlDeviceGetTemperature"]))
+    monkeypatch.setitem(
+        sys.modules, "pynvml", FakeNvml(reasons=0x44, refused=["nvmlDeviceGetTemperature"])
+    )
     now = arch.clocks()
     assert now == Clocks(1980, 2619, None, 118.5, ("sw_power_cap", "hw_thermal_slowdown"))
     assert arch.throttled(now)
 
 
-@pytest.mark.parametrize("reasons", [(), ("gpu_idle",), ("sw_power_cap",), ("applications_clocks_setting",)])
+@pytest.mark.parametrize(
+    "reasons", [(), ("gpu_idle",), ("sw_power_cap",), ("applications_clocks_setting",)]
+)
 def test_not_throttled(reasons):
     """Idleness, set clocks and a power cap are no slowdown."""
     assert not arch.throttled(Clocks(event_reasons=reasons))
 
 
 def test_a_throttled_device_is_waited_for(monkeypatch):
-    """Until nothing holds its clocks down, and no longer than it takes; a device that is well is not waited for."""
+    """Until nothing holds its clocks down, and no longer than it takes; a device that is well is
+    not waited for.
+    """
     hot, well = Clocks(sm_mhz=990, event_reasons=("sw_thermal_slowdown",)), Clocks(sm_mhz=1980)
     slept: list[float] = []
     monkeypatch.setattr(arch.time, "sleep", slept.append)
     monkeypatch.setattr(arch.time, "monotonic", lambda: sum(slept))
-    for states, waited in (([well], 0), ([hot, hot, well], 2 * arch.LOOK_S), (itertools.repeat(hot), arch.COOL_S)):
+    for states, waited in (
+        ([well], 0),
+        ([hot, hot, well], 2 * arch.LOOK_S),
+        (itertools.repeat(hot), arch.COOL_S),
+    ):
         slept.clear()
         seen = iter(states)
         monkeypatch.setattr(arch, "clocks", lambda index, seen=seen: next(seen))
@@ -265,12 +304,19 @@ def test_a_throttled_device_is_waited_for(monkeypatch):
 
 
 def test_slowdown_in_words():
-    """What held the clocks down, the least clock and the highest temperature of the looks at which something did."""
-    brake = Clocks(sm_mhz=1200, temperature_c=60, event_reasons=("hw_power_brake_slowdown", "sw_power_cap"))
+    """What held the clocks down, the least clock and the highest temperature of the looks at which
+    something did.
+    """
+    brake = Clocks(
+        sm_mhz=1200, temperature_c=60, event_reasons=("hw_power_brake_slowdown", "sw_power_cap")
+    )
     heat = Clocks(sm_mhz=990, temperature_c=87, event_reasons=("sw_thermal_slowdown",))
     well = Clocks(sm_mhz=500, temperature_c=90, event_reasons=("gpu_idle",))
     assert arch.slowdown(well, Clocks()) is None
-    assert arch.slowdown(well, brake, heat) == "hw_power_brake_slowdown, sw_thermal_slowdown (SMs at 990 MHz, 87 C)"
+    assert (
+        arch.slowdown(well, brake, heat)
+        == "hw_power_brake_slowdown, sw_thermal_slowdown (SMs at 990 MHz, 87 C)"
+    )
     assert arch.slowdown(well, Clocks(event_reasons=("hw_slowdown",))) == "hw_slowdown"
 
 
@@ -278,7 +324,11 @@ def test_slowdown_in_words():
     ("before", "after", "said"),
     [
         (Clocks(1980, 2619), Clocks(1755, 2619), "SMs from 1980 to 1755 MHz"),
-        (Clocks(1530, 2619), Clocks(1980, 1593), "SMs from 1530 to 1980 MHz, memory from 2619 to 1593 MHz"),
+        (
+            Clocks(1530, 2619),
+            Clocks(1980, 1593),
+            "SMs from 1530 to 1980 MHz, memory from 2619 to 1593 MHz",
+        ),
         (Clocks(1980, 2619), Clocks(1890, 2619, event_reasons=("sw_power_cap",)), None),
         (Clocks(345, 2619, event_reasons=("gpu_idle",)), Clocks(1980, 2619), None),
         (Clocks(), Clocks(1980, 2619), None),
@@ -292,7 +342,9 @@ def test_a_clock_that_moved(before, after, said):
 @pytest.mark.parametrize("how", ["no binding", "no driver", "cpu"])
 def test_clocks_are_empty(monkeypatch, how):
     """The CPU, a missing binding and a missing driver give empty clocks, not errors."""
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(refused=["nvmlInit"]) if how == "no driver" else None)
+    monkeypatch.setitem(
+        sys.modules, "pynvml", FakeNvml(refused=["nvmlInit"]) if how == "no driver" else None
+    )
     assert arch.clocks(None if how == "cpu" else 0) == Clocks()
 
 
@@ -314,10 +366,14 @@ def test_peak_disagreement(values, said):
 
 
 def test_software(monkeypatch):
-    """Versions are strings by name: the driver's where there is one, and nothing of what is not installed."""
+    """Versions are strings by name: the driver's where there is one, and nothing of what is not
+    installed.
+    """
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     monkeypatch.setattr(arch, "PACKAGES", ("msgspec", "not-a-package-of-anyone"))
-    monkeypatch.setattr(arch, "_first_line", lambda command: "g++ (Debian 12.2.0-14+deb12u1) 12.2.0")
+    monkeypatch.setattr(
+        arch, "_first_line", lambda command: "g++ (Debian 12.2.0-14+deb12u1) 12.2.0"
+    )
     found = arch.software()
     assert found.pop("msgspec")
     assert found.pop("python").startswith("3.")

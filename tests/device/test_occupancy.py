@@ -1,4 +1,6 @@
-"""gdntune/occupancy.py, and what the kernels' configs say of a block: threads and shared memory, as the compiled launch has them."""
+"""gdntune/occupancy.py, and what the kernels' configs say of a block: threads and shared memory, as
+the compiled launch has them.
+"""
 
 import multiprocessing
 import re
@@ -21,13 +23,21 @@ KDA = Contract(op="kda_decode", gate="softplus")
 # kernel, contract, knobs: every allocation of the kernels, alone and together
 SETTINGS = {
     "T=1: none": ("recurrent", Contract(), recurrent_config.Knobs(32, 2, 8, 16, 128)),
-    "KDA, T=1: decays of a warp": ("recurrent", KDA, recurrent_config.Knobs(32, 2, 8, 16, 128, early=True)),
+    "KDA, T=1: decays of a warp": (
+        "recurrent",
+        KDA,
+        recurrent_config.Knobs(32, 2, 8, 16, 128, early=True),
+    ),
     "KDA, T=8, staged, fp32": (
         "recurrent",
         KDA.replace(tokens=5, state_dtype="fp32"),
         recurrent_config.Knobs(32, 2, 4, 16, 256),
     ),
-    "T=8, staged": ("recurrent", Contract(tokens=3), recurrent_config.Knobs(64, 4, 8, 16, 128, spread=True)),
+    "T=8, staged": (
+        "recurrent",
+        Contract(tokens=3),
+        recurrent_config.Knobs(64, 4, 8, 16, 128, spread=True),
+    ),
     "T=16, staged, K=96": (
         "recurrent",
         Contract(tokens=9, K=96, V=192, input_dtype="fp16"),
@@ -46,12 +56,18 @@ SETTINGS = {
     "wy, T=8": ("wy", Contract(tokens=8), wy_config.Knobs(32, 2)),
     "wy, T=4, frozen": ("wy", Contract(tokens=4, mode="frozen"), wy_config.Knobs(32, 1, 4)),
     "wy, T=16, one warp": ("wy", Contract(tokens=16), wy_config.Knobs(16, 1)),
-    "floor": ("stream", Contract(), kernels.get("stream").default(Contract(), 64, arch.target("sm_100a"))),
+    "floor": (
+        "stream",
+        Contract(),
+        kernels.get("stream").default(Contract(), 64, arch.target("sm_100a")),
+    ),
 }
 
 
 def launch_of(name, facts, knobs, target):
-    """Threads and dynamic shared memory of a compiled kernel's launch, from its host code; to be run in a process of its own."""
+    """Threads and dynamic shared memory of a compiled kernel's launch, from its host code; to be
+    run in a process of its own.
+    """
     import importlib
     import os
     import tempfile
@@ -59,11 +75,18 @@ def launch_of(name, facts, knobs, target):
     os.environ["CUTE_DSL_ARCH"] = target
     compile = importlib.import_module(f"gdntune.kernels.{name}").compile
     with tempfile.TemporaryDirectory() as folder:
-        code = str(compile(facts, knobs, options=f"--keep-ptx --dump-dir {folder}", prefix="kernel").ir_module)
+        code = str(
+            compile(
+                facts, knobs, options=f"--keep-ptx --dump-dir {folder}", prefix="kernel"
+            ).ir_module
+        )
     # the launch's struct: grid, block, dynamic shared memory, stream, ...
     launch = r"!llvm.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
     for body in re.split(r"\n  llvm\.func ", code):
-        constants = {m[1]: int(m[2]) for m in re.finditer(r"(%\S+) = llvm\.mlir\.constant\((-?\d+) : i\d+\)", body)}
+        constants = {
+            m[1]: int(m[2])
+            for m in re.finditer(r"(%\S+) = llvm\.mlir\.constant\((-?\d+) : i\d+\)", body)
+        }
         found = {}
         for field in ("1, 0", "2"):
             at = re.search(rf"(%\S+) = llvm\.getelementptr %\w+\[0, {field}\] .*{launch}", body)
@@ -85,20 +108,26 @@ def launches():
         for label, (name, contract, knobs) in SETTINGS.items():
             kernel = kernels.get(name)
             facts = dict(kernel.facts(contract))
-            jobs[label] = pool.submit(launch_of, name, facts, kernel.variant(knobs).knobs, "sm_100a")
+            jobs[label] = pool.submit(
+                launch_of, name, facts, kernel.variant(knobs).knobs, "sm_100a"
+            )
         yield {label: Block(*job.result()) for label, job in jobs.items()}
 
 
 @pytest.mark.parametrize("label", SETTINGS)
 def test_a_block_is_what_the_launch_asks_for(label, launches):
-    """A config's threads and shared memory are those of the compiled launch: the cubin does not hold what is asked for at launch."""
+    """A config's threads and shared memory are those of the compiled launch: the cubin does not
+    hold what is asked for at launch.
+    """
     name, contract, knobs = SETTINGS[label]
     assert kernels.refuse(contract, kernels.get(name).variant(knobs)) is None
     assert kernels.get(name).block(contract, knobs) == launches[label]
 
 
 def test_every_setting_fits_a_multiprocessor():
-    """No setting that a kernel accepts asks for more than an SM has, whatever the registers: 255 of 512 threads would not fit."""
+    """No setting that a kernel accepts asks for more than an SM has, whatever the registers: 255 of
+    512 threads would not fit.
+    """
     device = arch.target("sm_100a")
     for contract in (
         Contract(),
@@ -110,7 +139,10 @@ def test_every_setting_fits_a_multiprocessor():
         for kernel in (*kernels.serving(device, "decode"), *kernels.serving(device, "floor")):
             for knobs in kernel.space(contract, device):
                 assert occupancy(
-                    device.arch, kernel.block(contract, knobs).threads, 64, kernel.block(contract, knobs)[1]
+                    device.arch,
+                    kernel.block(contract, knobs).threads,
+                    64,
+                    kernel.block(contract, knobs)[1],
                 ).blocks
 
 
@@ -132,18 +164,32 @@ def test_every_setting_fits_a_multiprocessor():
     ],
 )
 def test_occupancy(threads, registers, shared, blocks, share, bound):
-    """Warps, registers, shared memory or the number of blocks decide; a warp's registers come from a quarter of the SM's."""
+    """Warps, registers, shared memory or the number of blocks decide; a warp's registers come from
+    a quarter of the SM's.
+    """
     assert occupancy("sm_100a", threads, registers, shared) == (blocks, share, bound)
 
 
-@given(st.sampled_from(sorted(MULTIPROCESSORS)), st.integers(1, 32), st.integers(1, 64), st.integers(0, 99 << 10))
+@given(
+    st.sampled_from(sorted(MULTIPROCESSORS)),
+    st.integers(1, 32),
+    st.integers(1, 64),
+    st.integers(0, 99 << 10),
+)
 def test_occupancy_never_exceeds_an_sm(target, warps, registers, shared):
     """What is counted fits, and a thread, register or byte less never admits fewer blocks."""
     sm, found = MULTIPROCESSORS[target], occupancy(target, 32 * warps, registers, shared)
-    assert found.blocks * 32 * warps <= sm.threads and found.blocks <= sm.blocks and 0 < found.share <= 1
+    assert (
+        found.blocks * 32 * warps <= sm.threads
+        and found.blocks <= sm.blocks
+        and 0 < found.share <= 1
+    )
     assert found.blocks * 32 * warps * registers <= sm.registers
     assert found.blocks * (shared + 1024) <= sm.shared_bytes
-    assert occupancy(target, 32 * warps, max(1, registers - 1), max(0, shared - 1)).blocks >= found.blocks
+    assert (
+        occupancy(target, 32 * warps, max(1, registers - 1), max(0, shared - 1)).blocks
+        >= found.blocks
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""A peer on the CPU that takes its process down: one entry at its first call, one at its second, which is when it is timed."""
+"""A peer on the CPU that takes its process down: one entry at its first call, one at its second,
+which is when it is timed.
+"""
 
 import os
 

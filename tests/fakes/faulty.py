@@ -1,7 +1,8 @@
 """Kernels whose variants are broken, each in its way, for sweeps on a CPU and on a GPU.
 
-`Planted` is a timing policy that a sweep hands to its timing process, which imports this module to read it, and has the kernels then.
-Their functions are the honest kernel's, called from Python, and a fault.
+`Planted` is a timing policy that a sweep hands to its timing process, which imports this module to
+read it, and has the kernels then. Their functions are the honest kernel's, called from Python, and
+a fault.
 """
 
 import ctypes
@@ -98,7 +99,9 @@ def hang(state):
 
 
 def leak(state):
-    """Keeps a quarter of the machine's memory, or of the GPU's, at each call. On a CPU none of it is touched."""
+    """Keeps a quarter of the machine's memory, or of the GPU's, at each call. On a CPU none of it
+    is touched.
+    """
     import torch
 
     if state.is_cuda:
@@ -164,7 +167,9 @@ honest_find, honest_load = Store.find, Store.load
 
 
 def plant(setitem, setattr):
-    """Adds the kernels to the registry and the store, by a monkeypatch's two functions or the builtins' like."""
+    """Adds the kernels to the registry and the store, by a monkeypatch's two functions or the
+    builtins' like.
+    """
     for name in HONEST:
         setitem(kernels.KERNELS, name, kernel(name))
     setattr(Store, "find", find)

@@ -16,7 +16,9 @@ def right(case):
         return found.output
 
     writes = case.contract.mode == "update"
-    return Bound(call, lambda returned: returned, (lambda _: case.state) if writes else None, slots_of(case))
+    return Bound(
+        call, lambda returned: returned, (lambda _: case.state) if writes else None, slots_of(case)
+    )
 
 
 def wrong(case):

@@ -2,7 +2,9 @@
 
 
 class FakeRecorder:
-    """Records what work costs, and replays of costs. drift: microseconds that each replay takes longer than the one before."""
+    """Records what work costs, and replays of costs. drift: microseconds that each replay takes
+    longer than the one before.
+    """
 
     def __init__(self, drift=0.0):
         self.tape, self.replayed, self.recordings, self.drift = [], [], 0, drift
@@ -21,4 +23,6 @@ class FakeRecorder:
 
     def times_us(self, replays):
         self.replayed += replays
-        return [1000 + i * self.drift + sum(us for us, _ in replay) for i, replay in enumerate(replays)]
+        return [
+            1000 + i * self.drift + sum(us for us, _ in replay) for i, replay in enumerate(replays)
+        ]

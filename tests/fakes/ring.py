@@ -1,4 +1,6 @@
-"""A peer on the CPU that works in cycles: every second call of its one entry takes two milliseconds more."""
+"""A peer on the CPU that works in cycles: every second call of its one entry takes two milliseconds
+more.
+"""
 
 import dataclasses
 import itertools

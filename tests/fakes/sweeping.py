@@ -1,6 +1,8 @@
-"""A sweep in a process of its own, which a test may kill: `python -m fakes.sweeping CONFIG FOLDER STORE [LARGEST]`.
+"""A sweep in a process of its own, which a test may kill: `python -m fakes.sweeping CONFIG FOLDER
+STORE [LARGEST]`.
 
-LARGEST: bytes that a file may have, as on a disk that is full. Prints `table` or the error, whose exit code is the command line's.
+LARGEST: bytes that a file may have, as on a disk that is full. Prints `table` or the error, whose
+    exit code is the command line's.
 """
 
 import resource
@@ -18,7 +20,9 @@ if __name__ == "__main__":
     if largest:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(largest[0]), resource.RLIM_INFINITY))
     try:
-        outcome = search.sweep(config.load(text), Path(folder), device=arch.detect("cpu"), store=Store(Path(store)))
+        outcome = search.sweep(
+            config.load(text), Path(folder), device=arch.detect("cpu"), store=Store(Path(store))
+        )
     except GdntuneError as e:
         print(f"{type(e).__name__}: {e}")
         sys.exit(2)

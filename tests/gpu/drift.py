@@ -1,8 +1,11 @@
-"""How far a long decode drifts from fp64, by the dtype of the state: `python tests/gpu/drift.py [--device cuda] [--steps 10000]`.
+"""How far a long decode drifts from fp64, by the dtype of the state: `python tests/gpu/drift.py
+[--device cuda] [--steps 10000]`.
 
-Steps of one token on inputs like a model's: keys and queries that change slowly and share a direction, queries near keys, gates of
-A_log = log(1..16) and dt_bias = softplus^-1(0.001..0.1). Prints JSON: at 1, 10, 100, ... steps the relative error of states and outputs
-of the public function, of rounding alone (fp64 arithmetic, states rounded where they are stored) and of peers that are installed.
+Steps of one token on inputs like a model's: keys and queries that change slowly and share a
+direction, queries near keys, gates of A_log = log(1..16) and dt_bias = softplus^-1(0.001..0.1).
+Prints JSON: at 1, 10, 100, ... steps the relative error of states and outputs of the public
+function, of rounding alone (fp64 arithmetic, states rounded where they are stored) and of peers
+that are installed.
 """
 
 import argparse
@@ -26,17 +29,22 @@ STATES = ("bf16", "fp16", "fp32")
 CONTRACTS = [Contract(state_dtype=dtype) for dtype in STATES]
 # Steps whose inputs are made at once.
 CHUNK = 200
-# A key's correlation with the one before, and the share of its energy in a direction that all keys of a head have.
+# A key's correlation with the one before, and the share of its energy in a direction that all keys
+# of a head have.
 MEMORY, SHARED = 0.8, 0.3
 FLOW = ("q", "k", "v", "a", "b")
 
 
 class Flow:
-    """The inputs of a long decode, chunk by chunk, in the dtypes of a call. Made on the CPU, so that every device sees the same."""
+    """The inputs of a long decode, chunk by chunk, in the dtypes of a call. Made on the CPU, so
+    that every device sees the same.
+    """
 
     def __init__(self, seed: int):
         self.draw = torch.Generator().manual_seed(seed)
-        self.last = {name: self._normal(B, heads, 128) for name, heads in (("q", H), ("k", H), ("v", HV))}
+        self.last = {
+            name: self._normal(B, heads, 128) for name, heads in (("q", H), ("k", H), ("v", HV))
+        }
         self.shared = self._normal(1, B, H, 128)
 
     def _normal(self, *shape: int) -> torch.Tensor:
@@ -60,7 +68,9 @@ class Flow:
 
 
 def recurrence(flow: dict[str, torch.Tensor], case: Case) -> tuple[torch.Tensor, ...]:
-    """What the formula takes, of a chunk, in fp64: q and k normalised, q scaled; v; the decay; beta."""
+    """What the formula takes, of a chunk, in fp64: q and k normalised, q scaled; v; the decay;
+    beta.
+    """
     x = {name: y[:, :, 0].double() for name, y in flow.items()}
     q, k = (normalised(x[name]).repeat_interleave(HV // H, 2) for name in ("q", "k"))
     assert case.A_log is not None and case.dt_bias is not None
@@ -69,13 +79,20 @@ def recurrence(flow: dict[str, torch.Tensor], case: Case) -> tuple[torch.Tensor,
 
 
 class Exact:
-    """States in fp64; with a dtype rounded to it after each step, as where they are stored: what that rounding alone costs."""
+    """States in fp64; with a dtype rounded to it after each step, as where they are stored: what
+    that rounding alone costs.
+    """
 
     def __init__(self, state: torch.Tensor, dtype: torch.dtype | None = None):
         self.now, self.dtype = state.double(), dtype
 
     def step(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
     ) -> torch.Tensor:
         """One token's output [B, HV, V]."""
         state = self.now * decay[..., None, None]
@@ -136,22 +153,29 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-def drift(device: str, steps: int, names: tuple[str, ...] = ("flashinfer",), seed: int = 0) -> dict[str, object]:
-    """The report of a long decode on a device; names: peers, of which those are compared that are installed and serve a state's dtype."""
+def drift(
+    device: str, steps: int, names: tuple[str, ...] = ("flashinfer",), seed: int = 0
+) -> dict[str, object]:
+    """The report of a long decode on a device; names: peers, of which those are compared that are
+    installed and serve a state's dtype.
+    """
     first = {c.state_dtype: make_case(Problem(c, B, H, HV), device, seed) for c in CONTRACTS}
     start = first["bf16"]
     assert start.read_index is not None
     state = start.state[start.read_index.long()]
     # every dtype starts from the states and parameters of one case, whose states all dtypes hold
     cases = {
-        dtype: dataclasses.replace(case, A_log=start.A_log, dt_bias=start.dt_bias) for dtype, case in first.items()
+        dtype: dataclasses.replace(case, A_log=start.A_log, dt_bias=start.dt_bias)
+        for dtype, case in first.items()
     }
     for case in cases.values():
         assert case.read_index is not None
         case.state[case.read_index.long()] = state.to(case.state.dtype)
     exact = Exact(state)
     rounded = {dtype: Exact(state, DTYPES[dtype]) for dtype in STATES}
-    others: dict[tuple[str, str], Public | Other] = {("gdntune", d): Public(case.clone()) for d, case in cases.items()}
+    others: dict[tuple[str, str], Public | Other] = {
+        ("gdntune", d): Public(case.clone()) for d, case in cases.items()
+    }
     absent = {}
     for name in names:
         peer = peers.get(name)
@@ -180,7 +204,10 @@ def drift(device: str, steps: int, names: tuple[str, ...] = ("flashinfer",), see
                     **{w: x.now for w, x in others.items()},
                 }
                 for (who, dtype), output in got.items():
-                    apart = {"state_error": error(states[who, dtype], exact.now), "output_error": error(output, want)}
+                    apart = {
+                        "state_error": error(states[who, dtype], exact.now),
+                        "output_error": error(output, want),
+                    }
                     rows.append({"who": who, "state": dtype, "step": done, **apart})
     found_device = arch.detect("cpu" if device == "cpu" else "cuda")
     return {
@@ -196,8 +223,12 @@ def drift(device: str, steps: int, names: tuple[str, ...] = ("flashinfer",), see
 
 def main() -> None:
     """Parses, runs, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peers", default="flashinfer", help="names, separated by commas")

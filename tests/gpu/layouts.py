@@ -1,7 +1,9 @@
-"""How much slower V-last is than K-last, from a pool, T=1, HV=64: `python tests/gpu/layouts.py [BUNDLE ...]`.
+"""How much slower V-last is than K-last, from a pool, T=1, HV=64: `python tests/gpu/layouts.py
+[BUNDLE ...]`.
 
-Times the choices of the tables in use for both layouts at each batch size, and the choices at the batch sizes beside it, in one measurement,
-interleaved, under cold-clean; prints Markdown. Objects are those of the bundles, else they are compiled.
+Times the choices of the tables in use for both layouts at each batch size, and the choices at the
+batch sizes beside it, in one measurement, interleaved, under cold-clean; prints Markdown. Objects
+are those of the bundles, else they are compiled.
 """
 
 import sys
@@ -31,10 +33,14 @@ def main(bundles: list[Path]) -> None:
                 contract = Contract(state_dtype=dtype, layout=layout)
                 problem = Problem(contract, B, 16, 64)
                 bound = runtime("cuda").bind(contract)
-                chosen = {c.id: c for b in (B // 2, B, 2 * B) if b for c in [bound.choice(b * 64).variant]}
+                chosen = {
+                    c.id: c for b in (B // 2, B, 2 * B) if b for c in [bound.choice(b * 64).variant]
+                }
                 calls = session.calls(problem, "decode", list(chosen.values()))
                 found.append((list(chosen), calls))
-            samples = session.timer.measure([f for _, calls in found for f in calls.calls], 200 if B < 256 else 100)
+            samples = session.timer.measure(
+                [f for _, calls in found for f in calls.calls], 200 if B < 256 else 100
+            )
             means = [summary(x).mean_us for x in samples]
             n = len(found[0][0])
             k, v = min(means[:n]), min(means[n:])

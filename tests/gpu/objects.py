@@ -1,8 +1,9 @@
-"""Compiles, without a GPU, what the GPU tests call: `python tests/gpu/objects.py DIR [ARCH]`, then GDNTUNE_BUNDLE=DIR pytest -m gpu.
+"""Compiles, without a GPU, what the GPU tests call: `python tests/gpu/objects.py DIR [ARCH]`, then
+GDNTUNE_BUNDLE=DIR pytest -m gpu.
 
-The tests also run without it where CuTe DSL is installed; a bundle is for machines that have a GPU and no compiler. `--list` for DIR
-prints the objects instead, one a line. tests/conftest.py holds the tests to `contracts()`: one that would call another on a GPU fails on
-the CPU too.
+The tests also run without it where CuTe DSL is installed; a bundle is for machines that have a GPU
+and no compiler. `--list` for DIR prints the objects instead, one a line. tests/conftest.py holds
+the tests to `contracts()`: one that would call another on a GPU fails on the CPU too.
 """
 
 import functools
@@ -51,8 +52,12 @@ def random_contract(op: str, pick: random.Random) -> Contract:
         contract = Contract(
             op=op,  # type: ignore[arg-type]
             tokens=pick.choice([1, 1, 1, 2, 3, 4, 5, 8, 8, 12, 16]),
-            K=pick.choice([64, 96, 128, 128, 128, 256]) if op == "gdn_decode" else pick.choice([64, 128]),
-            V=pick.choice([32, 64, 96, 128, 128, 128, 192, 256, 512]) if op == "gdn_decode" else pick.choice([64, 128]),
+            K=pick.choice([64, 96, 128, 128, 128, 256])
+            if op == "gdn_decode"
+            else pick.choice([64, 128]),
+            V=pick.choice([32, 64, 96, 128, 128, 128, 192, 256, 512])
+            if op == "gdn_decode"
+            else pick.choice([64, 128]),
             layout=pick.choice(["k_last", "v_last"]),
             input_dtype=pick.choice(["bf16", "bf16", "fp16"]),
             state_dtype=pick.choice(floats),
@@ -60,7 +65,9 @@ def random_contract(op: str, pick: random.Random) -> Contract:
             beta_dtype=pick.choice(floats),
             A_log_dtype=pick.choice(floats),
             dt_bias_dtype=pick.choice(floats),
-            gate=pick.choice(["raw", "raw", "log"] if op == "gdn_decode" else ["log", "softplus", "lower_bound"]),
+            gate=pick.choice(
+                ["raw", "raw", "log"] if op == "gdn_decode" else ["log", "softplus", "lower_bound"]
+            ),
             beta=pick.choice(["logit", "given"]),
             mode=pick.choice(["update", "frozen"]),
             intermediate=intermediate,
@@ -74,14 +81,20 @@ def random_contract(op: str, pick: random.Random) -> Contract:
 
 @functools.cache
 def differential_variants(op: str) -> list[tuple[Contract, Variant]]:
-    """Contracts drawn from the whole space, each with a variant drawn from its own: always the same ones. Then more for kernels that serve few."""
+    """Contracts drawn from the whole space, each with a variant drawn from its own: always the same
+    ones. Then more for kernels that serve few.
+    """
     pick = random.Random(f"gdntune {op}")
     device = arch.target("sm_90a")
     found: list[tuple[Contract, Variant]] = []
     drawn: Counter[str] = Counter()
     for _ in range(20 * DIFFERENTIAL_CONTRACTS[op]):
         contract, more = random_contract(op, pick), len(found) >= DIFFERENTIAL_CONTRACTS[op]
-        wanted = [k for k in kernels.serving(device, "decode") if not more or drawn[k.name] < LEAST_OF_A_KERNEL]
+        wanted = [
+            k
+            for k in kernels.serving(device, "decode")
+            if not more or drawn[k.name] < LEAST_OF_A_KERNEL
+        ]
         if not wanted:
             break
         if by_kernel := [variants for k in wanted if (variants := k.variants(contract, device))]:
@@ -94,11 +107,16 @@ def differential_variants(op: str) -> list[tuple[Contract, Variant]]:
 def floors(contract: Contract, device: arch.Device) -> list[Variant]:
     """The default floor of a contract, and the first that takes its slots from an index."""
     found = kernels.variants(contract, device, "floor")
-    return [kernels.default(contract, 64, device, "floor"), next(v for v in found if v.knobs["indexed"])]
+    return [
+        kernels.default(contract, 64, device, "floor"),
+        next(v for v in found if v.knobs["indexed"]),
+    ]
 
 
 def choices(contract: Contract, device: arch.Device) -> list[Variant]:
-    """Every variant that the runtime can choose for a contract on a device, by its table or the default rule."""
+    """Every variant that the runtime can choose for a contract on a device, by its table or the
+    default rule.
+    """
     return list({c.variant.id: c.variant for c in Runtime(device).choices(contract)}.values())
 
 
@@ -116,12 +134,17 @@ def contracts() -> list[Contract]:
 
 
 def objects(device: arch.Device) -> list[tuple[ObjectSpec, str]]:
-    """The objects of these contracts, of the differential run and of the sweeps of faulty kernels, each once, with its compiler."""
+    """The objects of these contracts, of the differential run and of the sweeps of faulty kernels,
+    each once, with its compiler.
+    """
     pairs = [(c, v) for c in contracts() for v in choices(c, device)]
     pairs += [(c, v) for c in FLOOR_CONTRACTS for v in floors(c, device)]
     for op in DIFFERENTIAL_CONTRACTS:
         pairs += differential_variants(op)
-    found = [(object_spec(kernels.get(v.kernel), c, v, device), kernels.get(v.kernel).compiler) for c, v in pairs]
+    found = [
+        (object_spec(kernels.get(v.kernel), c, v, device), kernels.get(v.kernel).compiler)
+        for c, v in pairs
+    ]
     found += search.plan_objects(config.parse(test_faults_gpu.HONEST), device)
     return list({spec.key: (spec, compiler) for spec, compiler in found}.values())
 

@@ -1,7 +1,9 @@
-"""Launches every variant and mode of the GPU tests on a small problem, for compute-sanitizer to watch:
+"""Launches every variant and mode of the GPU tests on a small problem, for compute-sanitizer to
+watch:
 
-compute-sanitizer --tool memcheck --kernel-regex kns=gdntune --error-exitcode 9 python tests/gpu/sanitize.py
-compute-sanitizer --tool racecheck --kernel-regex kns=gdntune --error-exitcode 9 python tests/gpu/sanitize.py
+compute-sanitizer --tool memcheck --kernel-regex kns=gdntune --error-exitcode 9 python
+tests/gpu/sanitize.py compute-sanitizer --tool racecheck --kernel-regex kns=gdntune --error-exitcode
+9 python tests/gpu/sanitize.py
 """
 
 import random

@@ -1,4 +1,6 @@
-"""What a broken variant does to a sweep on a GPU: an illegal access and a kernel that never ends cost themselves alone."""
+"""What a broken variant does to a sweep on a GPU: an illegal access and a kernel that never ends
+cost themselves alone.
+"""
 
 import re
 import time
@@ -45,18 +47,25 @@ def sweep(folder, faults, late):
     """A sweep of the honest variants and some faulty ones."""
     text = CONFIG.replace("FAULT", f"[{', '.join(faults)}]").replace("LATE", str([late]).lower())
     store = runtime("cuda").store
-    return search.sweep(config.parse(text), folder, device=detect("cuda"), store=store, policy=faulty.Planted())
+    return search.sweep(
+        config.parse(text), folder, device=detect("cuda"), store=store, policy=faulty.Planted()
+    )
 
 
 def assert_a_table(outcome, folder, victims):
     """Both cells are timed, the table is valid and names no victim."""
-    assert [(r.problem.B, r.status) for r in outcome.records if isinstance(r, Cell)] == [(2, "ok"), (7, "ok")]
+    assert [(r.problem.B, r.status) for r in outcome.records if isinstance(r, Cell)] == [
+        (2, "ok"),
+        (7, "ok"),
+    ]
     assert table.load(folder / "table.json") == outcome.table
     assert not victims & set(outcome.table.variants)
 
 
 def assert_the_gpu_works():
-    """A call of this process is right afterwards, and the GPU is not still busy with a kernel that was killed."""
+    """A call of this process is right afterwards, and the GPU is not still busy with a kernel that
+    was killed.
+    """
     import torch
 
     start = time.monotonic()
@@ -76,9 +85,13 @@ SHOWS = {
 
 
 @pytest.mark.usefixtures("planted")
-@pytest.mark.parametrize("faults", [["wild", "leak", "wrong", "nan", "touches"], ["hang"]], ids=", ".join)
+@pytest.mark.parametrize(
+    "faults", [["wild", "leak", "wrong", "nan", "touches"], ["hang"]], ids=", ".join
+)
 def test_broken_variants_fail_their_check(faults, tmp_path):
-    """An illegal access, a hang, memory that is kept and wrong results are journalled, each with its reason; the others are timed."""
+    """An illegal access, a hang, memory that is kept and wrong results are journalled, each with
+    its reason; the others are timed.
+    """
     outcome = sweep(tmp_path, faults, False)
     victims = {f"faulty_cuda.{fault}" for fault in faults}
     checks = {r.variant: r for r in outcome.records if isinstance(r, Check)}
@@ -95,10 +108,14 @@ def test_broken_variants_fail_their_check(faults, tmp_path):
 @pytest.mark.usefixtures("planted")
 @pytest.mark.parametrize("fault, status", [("wild", "crashed"), ("hang", "timeout")])
 def test_variants_that_break_when_they_are_timed(fault, status, tmp_path):
-    """One that passes its check and breaks at one batch size is a failed trial there; the cell is timed without it."""
+    """One that passes its check and breaks at one batch size is a failed trial there; the cell is
+    timed without it.
+    """
     outcome = sweep(tmp_path, [fault], True)
     victim = f"faulty_cuda.{fault}.late"
-    assert [r.status for r in outcome.records if isinstance(r, Check) and r.variant == victim] == ["ok"]
+    assert [r.status for r in outcome.records if isinstance(r, Check) and r.variant == victim] == [
+        "ok"
+    ]
     trials = [r for r in outcome.records if isinstance(r, Trial) and r.role == "decode"]
     failed = [(r.problem.B, r.variant.id, r.status) for r in trials if r.status != "ok"]
     assert failed == [(faulty.LATE_BATCH, victim, status)]

@@ -1,6 +1,8 @@
-"""The CuTe kernels on the GPU: a random differential run over the whole contract, the awkward sizes, CUDA graphs.
+"""The CuTe kernels on the GPU: a random differential run over the whole contract, the awkward
+sizes, CUDA graphs.
 
-The differential run draws other problems each time and prints its seed; GDNTUNE_TEST_SEED draws the same again.
+The differential run draws other problems each time and prints its seed; GDNTUNE_TEST_SEED draws the
+same again.
 """
 
 import os
@@ -72,7 +74,8 @@ def random_problem(contract: Contract, pick: random.Random) -> tuple[Problem, di
 def described(counts: dict[str, Counter]) -> str:
     """`K: 64 31, 96 20; ...`: how often each value was drawn."""
     return "; ".join(
-        f"{name}: " + ", ".join(f"{v} {n}" for v, n in sorted(c.items(), key=str)) for name, c in counts.items()
+        f"{name}: " + ", ".join(f"{v} {n}" for v, n in sorted(c.items(), key=str))
+        for name, c in counts.items()
     )
 
 
@@ -84,7 +87,9 @@ def counted(counts: dict[str, Counter], values: dict) -> None:
 
 @pytest.mark.parametrize("op", PROBLEMS)
 def test_random_differential_run(op, capsys):
-    """Problems drawn from the whole contract agree with the fp64 reference, whatever the variant. Prints how often each value came."""
+    """Problems drawn from the whole contract agree with the fp64 reference, whatever the variant.
+    Prints how often each value came.
+    """
     device = detect("cuda")
     pairs = differential_variants(op)
     functions = [runtime("cuda").functions(c, [v])[0] for c, v in pairs]
@@ -97,7 +102,11 @@ def test_random_differential_run(op, capsys):
         sizes = {"kernel": variant.kernel, "group": problem.HV // problem.H, "B": problem.B}
         counted(
             counts,
-            {**msgspec.structs.asdict(contract), **sizes, **{k: v for k, v in options.items() if k != "lengths"}},
+            {
+                **msgspec.structs.asdict(contract),
+                **sizes,
+                **{k: v for k, v in options.items() if k != "lengths"},
+            },
         )
         truth = Truth(make_case(problem, "cuda", pick.randrange(2**31), **options))
         case = truth.before.clone()
@@ -110,11 +119,15 @@ def test_random_differential_run(op, capsys):
         print(
             f"\n{op}: {PROBLEMS[op]} problems over {len(pairs)} variants, GDNTUNE_TEST_SEED={SEED}\n{described(counts)}"
         )
-    assert faults == [], f"GDNTUNE_TEST_SEED={SEED}: {len(faults)} of {PROBLEMS[op]} on {device.name}: {faults[:3]}"
+    assert faults == [], (
+        f"GDNTUNE_TEST_SEED={SEED}: {len(faults)} of {PROBLEMS[op]} on {device.name}: {faults[:3]}"
+    )
 
 
 def test_large_offsets():
-    """Fault: bf16, intermediate states, B*T*HV >= 131072 (B=512, T=8, HV=64) was an illegal memory access: 32-bit offsets."""
+    """Fault: bf16, intermediate states, B*T*HV >= 131072 (B=512, T=8, HV=64) was an illegal memory
+    access: 32-bit offsets.
+    """
     contract = Contract(tokens=8, intermediate="dense", mode="update")
     problem = Problem(contract, 512, 16, 64)
     function = runtime("cuda").bind(contract).at(problem.work_units)
@@ -127,7 +140,9 @@ def test_large_offsets():
 def test_high_slots():
     """Fault: slot index >= 4096 at HV=32, slot stride 540672: the wrong slot, or an illegal access."""
     contract = Contract()
-    before = make_case(Problem(contract, 4, 16, 32), "cuda", seed=2, slots=4200, slot_stride_pad=16384)
+    before = make_case(
+        Problem(contract, 4, 16, 32), "cuda", seed=2, slots=4200, slot_stride_pad=16384
+    )
     assert before.state.stride(0) == 540672
     index = torch.tensor([4199, 4096, 4095, 3], dtype=torch.int32, device="cuda")
     before.read_index.copy_(index)
@@ -139,7 +154,9 @@ def test_high_slots():
 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_cuda_graph_replays_with_changed_indices(tokens):
-    """Fault: a CUDA-graph padded batch: the captured call follows indices written later, padding (-1) included, on a side stream."""
+    """Fault: a CUDA-graph padded batch: the captured call follows indices written later, padding
+    (-1) included, on a side stream.
+    """
     contract = Contract(tokens=tokens)
     bound = runtime("cuda").bind(contract)
     bound.load_all()
@@ -176,7 +193,9 @@ def test_same_inputs_same_bits(tokens):
 
 @pytest.mark.parametrize("contract", FLOOR_CONTRACTS, ids=Contract.key)
 def test_the_floor_moves_the_slots_that_are_named(contract):
-    """By its index in its order, else from 0 on; what is not named stays, and what is moved is multiplied by the factor."""
+    """By its index in its order, else from 0 on; what is not named stays, and what is moved is
+    multiplied by the factor.
+    """
     problem = Problem(contract, 5, 1, 2)
     for variant in floors(contract, detect("cuda")):
         state, slots, buffer, _, sink = floor_case(problem, floor_form(contract), "cuda")
@@ -185,7 +204,9 @@ def test_the_floor_moves_the_slots_that_are_named(contract):
         function(state, slots[:3], None if buffer is None else buffer[:3], 0.5, sink)
         moved = slots[:3].long() if variant.knobs["indexed"] else torch.arange(3, device="cuda")
         rest = torch.tensor([n not in moved.tolist() for n in range(5)], device="cuda")
-        assert torch.equal(state[moved], before[moved] * (0.5 if contract.mode == "update" else 1.0))
+        assert torch.equal(
+            state[moved], before[moved] * (0.5 if contract.mode == "update" else 1.0)
+        )
         assert torch.equal(state[rest], before[rest])
         if buffer is not None:
             assert torch.equal(buffer[:3], (before[moved] * 0.5)[:, None].expand_as(buffer[:3]))

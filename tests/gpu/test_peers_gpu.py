@@ -1,4 +1,6 @@
-"""Other libraries' kernels on a GPU: each entry that is installed agrees with the reference on small problems of what it serves."""
+"""Other libraries' kernels on a GPU: each entry that is installed agrees with the reference on
+small problems of what it serves.
+"""
 
 import pytest
 import torch
@@ -28,7 +30,9 @@ CONTRACTS = [
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda c: c.key())
 @pytest.mark.parametrize("name", peers.PEERS)
 def test_entries_agree(name, contract):
-    """Fresh states, outputs poisoned with NaN, shuffled slots: what the bench checks before it times."""
+    """Fresh states, outputs poisoned with NaN, shuffled slots: what the bench checks before it
+    times.
+    """
     peer, problem = peers.get(name), Problem(contract, 5, 4, 4)
     if said := peer.absent():
         pytest.skip(said)

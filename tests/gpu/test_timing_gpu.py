@@ -1,4 +1,6 @@
-"""The timers on a real GPU: CUPTI's times are plausible, agree with events' and graphs', and the L2 policies do what they say."""
+"""The timers on a real GPU: CUPTI's times are plausible, agree with events' and graphs', and the L2
+policies do what they say.
+"""
 
 import subprocess
 import sys
@@ -92,24 +94,32 @@ def test_events_agree_with_cupti(device, reader, l2):
     """On a kernel of 100 us and more, events say the same within 10% and 5 us of launch gaps."""
     x = torch.ones(128 * MIB, dtype=torch.float32, device="cuda")
     cupti, events = (
-        median_us(make_timer(device, Policy(timer, l2), reader), lambda _: x.neg_()) for timer in ("cupti", "events")
+        median_us(make_timer(device, Policy(timer, l2), reader), lambda _: x.neg_())
+        for timer in ("cupti", "events")
     )
     assert cupti >= 100
     assert abs(events - cupti) <= 0.1 * cupti + 5
 
 
-# What each timer adds to the device's own time, on an H100: events the gaps on both sides of a launch, 1 to 3 us, and their steps of
-# 0.5 us; a graph the gap between two of its kernels, about 1 us, and a tenth of two events' steps. Less: a kernel's start overlaps the
-# end of the one before, by up to the 0.86 us that an empty kernel takes. A long kernel's times differ by clocks and refresh: 5%.
+# What each timer adds to the device's own time, on an H100: events the gaps on both sides of a
+# launch, 1 to 3 us, and their steps of
+# 0.5 us; a graph the gap between two of its kernels, about 1 us, and a tenth of two events' steps.
+# Less: a kernel's start overlaps the
+# end of the one before, by up to the 0.86 us that an empty kernel takes. A long kernel's times
+# differ by clocks and refresh: 5%.
 EVENTS_ADD_US, GRAPH_ADDS_US, LESS_US, SHARE = 5.0, 2.5, 0.9, 0.05
 
 
 @pytest.mark.parametrize("l2", ["cold-clean", "warm"])
-@pytest.mark.parametrize("size", [MIB // 64, 8 * MIB, 512 * MIB], ids=["16 KiB", "8 MiB", "512 MiB"])
+@pytest.mark.parametrize(
+    "size", [MIB // 64, 8 * MIB, 512 * MIB], ids=["16 KiB", "8 MiB", "512 MiB"]
+)
 def test_three_timers_agree(device, reader, size, l2):
-    """A kernel that only reads, so leaves nothing to write back: events and graphs say what CUPTI says and the gaps they include.
+    """A kernel that only reads, so leaves nothing to write back: events and graphs say what CUPTI
+    says and the gaps they include.
 
-    Under warm alone the host may be slower than a short kernel, and events then show the host: graphs still agree.
+    Under warm alone the host may be slower than a short kernel, and events then show the host:
+        graphs still agree.
     """
     x = torch.zeros(size // 4, dtype=torch.int32, device="cuda")
     sink = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -118,7 +128,10 @@ def test_three_timers_agree(device, reader, size, l2):
     def call(_):
         read_only[grid](x, sink, x.numel(), SUM_THAT_NEVER_IS, BLOCK=BLOCK)
 
-    us = {name: median_us(make_timer(device, Policy(name, l2), reader), call) for name in ("cupti", "events", "graph")}
+    us = {
+        name: median_us(make_timer(device, Policy(name, l2), reader), call)
+        for name in ("cupti", "events", "graph")
+    }
     least, most = us["cupti"] * (1 - SHARE) - LESS_US, us["cupti"] * (1 + SHARE)
     assert least <= us["graph"] <= most + GRAPH_ADDS_US, us
     assert least <= us["events"], us
@@ -127,7 +140,9 @@ def test_three_timers_agree(device, reader, size, l2):
 
 
 def test_a_graph_counts_what_a_call_leaves(device, reader):
-    """A kernel that writes 16 MiB, which stay in L2, costs the next one their writing back: a graph says so, CUPTI does not."""
+    """A kernel that writes 16 MiB, which stay in L2, costs the next one their writing back: a graph
+    says so, CUPTI does not.
+    """
     if device.peak_gb_s is None:
         pytest.skip(f"no peak is known of {device.name}")
     x = torch.ones(4 * MIB, dtype=torch.float32, device="cuda")
@@ -136,12 +151,16 @@ def test_a_graph_counts_what_a_call_leaves(device, reader):
         for name in ("cupti", "graph")
     )
     written_back_us = 16 * MIB / device.peak_gb_s / 1e3
-    assert cupti - LESS_US <= graph <= (cupti + 1.5 * written_back_us) * (1 + SHARE) + GRAPH_ADDS_US, (cupti, graph)
+    assert (
+        cupti - LESS_US <= graph <= (cupti + 1.5 * written_back_us) * (1 + SHARE) + GRAPH_ADDS_US
+    ), (cupti, graph)
 
 
 @pytest.mark.parametrize("l2", ["cold-clean", "cold-dirty", "rotate", "warm"])
 def test_graphs_under_each_policy(device, reader, l2):
-    """Interleaved graphs tell a call from one of three kernels, and what the L2 policy does is in neither."""
+    """Interleaved graphs tell a call from one of three kernels, and what the L2 policy does is in
+    neither.
+    """
     x = torch.ones(MIB, dtype=torch.float32, device="cuda")
     turns = []
 
@@ -177,20 +196,31 @@ print("serves on", x.abs().sum().item())
 
 
 def test_a_call_that_cannot_be_captured():
-    """A call that synchronises is refused with what to do, and timer and device serve on. In a process of its own, for torch's sake."""
+    """A call that synchronises is refused with what to do, and timer and device serve on. In a
+    process of its own, for torch's sake.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", FAILING_CAPTURE], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", FAILING_CAPTURE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "work 2 of 3 cannot be captured in a CUDA graph" in done.stdout and "cupti or events" in done.stdout
+    assert (
+        "work 2 of 3 cannot be captured in a CUDA graph" in done.stdout
+        and "cupti or events" in done.stdout
+    )
     assert "serves on 1024.0" in done.stdout
 
 
 @pytest.mark.parametrize(("B", "noise_us"), [(1, 2.0), (32, 5.0)])
 def test_a_chain(device, reader, B, noise_us):
-    """A stand-in that rewrites a layer's pool costs a chain what CUPTI says under cold-clean, the gap and the writing back, no more.
+    """A stand-in that rewrites a layer's pool costs a chain what CUPTI says under cold-clean, the
+    gap and the writing back, no more.
 
-    Its states, unlike a kernel's, are read in memory order. Twice the same call in a layer takes twice as long.
+    Its states, unlike a kernel's, are read in memory order. Twice the same call in a layer takes
+    twice as long.
     """
     if device.peak_gb_s is None:
         pytest.skip(f"no peak is known of {device.name}")
@@ -206,9 +236,12 @@ def test_a_chain(device, reader, B, noise_us):
         states[layer].neg_()
         states[layer - 1].neg_()
 
-    once_us, twice_us = (summary(s).median_us for s in timer.measure([lambda layer: states[layer].neg_(), twice], 30))
+    once_us, twice_us = (
+        summary(s).median_us for s in timer.measure([lambda layer: states[layer].neg_(), twice], 30)
+    )
     cupti_us = median_us(
-        make_timer(device, Policy("cupti", "cold-clean"), reader), lambda turn: states[turn % 6].neg_()
+        make_timer(device, Policy("cupti", "cold-clean"), reader),
+        lambda turn: states[turn % 6].neg_(),
     )
     written_back_us = states[0].numel() * 2 / device.peak_gb_s / 1e3
     bounds = (
@@ -232,7 +265,9 @@ def test_segments(device, reader, l2):
         x.neg_()
 
     rounds = timing.BATCH // 2 + 50 if l2 == "warm" else 40
-    one, more = make_timer(device, Policy("cupti", l2), reader).measure([lambda _: x.neg_(), three], rounds)
+    one, more = make_timer(device, Policy("cupti", l2), reader).measure(
+        [lambda _: x.neg_(), three], rounds
+    )
     assert len(one) == len(more) == rounds
     assert summary(more).median_us > 1.5 * summary(one).median_us
 
@@ -252,16 +287,24 @@ def test_graphs_are_timed(device, reader):
 
 
 def test_the_fill_is_not_timed(device, reader):
-    """Under cold-dirty a tiny kernel takes its own time, not that of zeroing 256 MiB (80 us on an H100)."""
+    """Under cold-dirty a tiny kernel takes its own time, not that of zeroing 256 MiB (80 us on an
+    H100).
+    """
     x = torch.ones(256, dtype=torch.float32, device="cuda")
-    assert median_us(make_timer(device, Policy("cupti", "cold-dirty"), reader), lambda _: x.neg_()) < 20
+    assert (
+        median_us(make_timer(device, Policy("cupti", "cold-dirty"), reader), lambda _: x.neg_())
+        < 20
+    )
 
 
 def test_cold_is_not_faster_than_warm(device, reader):
-    """A copy of 8 MiB, which fits L2, takes longer where L2 holds other data, and longer yet where that is modified."""
+    """A copy of 8 MiB, which fits L2, takes longer where L2 holds other data, and longer yet where
+    that is modified.
+    """
     copy = copy_of(8 * MIB)
     warm, clean, dirty = (
-        median_us(make_timer(device, Policy("cupti", l2), reader), copy) for l2 in ("warm", "cold-clean", "cold-dirty")
+        median_us(make_timer(device, Policy("cupti", l2), reader), copy)
+        for l2 in ("warm", "cold-clean", "cold-dirty")
     )
     assert warm <= clean
     assert clean <= 1.05 * dirty

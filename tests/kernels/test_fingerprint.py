@@ -25,7 +25,9 @@ def test_code_counts():
 
 
 def test_what_a_kernel_imports_counts():
-    """The gates are part of recurrent; its knobs' config is not, since it decides no object's bytes."""
+    """The gates are part of recurrent; its knobs' config is not, since it decides no object's
+    bytes.
+    """
     found = fp.closure(kernels.get("recurrent").sources)
     assert "gdntune.kernels.gates" in found
     assert not any(name.endswith("_config") for name in found)

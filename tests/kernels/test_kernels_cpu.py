@@ -1,4 +1,6 @@
-"""The CPU kernels: right in every contract and setting, careful with what they are given, and honest about missing tools."""
+"""The CPU kernels: right in every contract and setting, careful with what they are given, and
+honest about missing tools.
+"""
 
 import dataclasses
 import itertools
@@ -16,7 +18,13 @@ from gdntune.checking.check import check_variant
 from gdntune.checking.reference import DTYPES
 from gdntune.device import arch
 from gdntune.errors import BuildError, ToolMissing
-from gdntune.kernels import cpu_object, cpu_recurrent, cpu_recurrent_config, cpu_stream, cpu_stream_config
+from gdntune.kernels import (
+    cpu_object,
+    cpu_recurrent,
+    cpu_recurrent_config,
+    cpu_stream,
+    cpu_stream_config,
+)
 from gdntune.kernels.spec import DECODE_ARGUMENTS, Variant
 from gdntune.objects.build import compile_objects
 from gdntune.objects.store import Store, link, object_spec
@@ -33,7 +41,10 @@ def draw(seed: int) -> tuple[Contract, cpu_recurrent_config.Knobs]:
     pick = random.Random(seed)
     op = pick.choice(sorted(GATES))
     intermediate = pick.choice(("none", "dense", "indexed", "slots"))
-    dtypes = {f"{x}_dtype": pick.choice(sorted(DTYPES)) for x in ("state", "input", "gate", "beta", "A_log", "dt_bias")}
+    dtypes = {
+        f"{x}_dtype": pick.choice(sorted(DTYPES))
+        for x in ("state", "input", "gate", "beta", "A_log", "dt_bias")
+    }
     contract = Contract(
         op=op,
         gate=pick.choice(GATES[op]),
@@ -49,21 +60,43 @@ def draw(seed: int) -> tuple[Contract, cpu_recurrent_config.Knobs]:
         ragged=pick.random() < 0.4,
         **dtypes,
     )
-    knobs = itertools.product((16, 32, 64, 128), (1, 2, 4, 8), (4, 8, 16), (False, True), (False, True))
-    legal = [s for s in itertools.starmap(cpu_recurrent_config.Knobs, knobs) if not DECODE.refuse(contract, s)]
+    knobs = itertools.product(
+        (16, 32, 64, 128), (1, 2, 4, 8), (4, 8, 16), (False, True), (False, True)
+    )
+    legal = [
+        s
+        for s in itertools.starmap(cpu_recurrent_config.Knobs, knobs)
+        if not DECODE.refuse(contract, s)
+    ]
     return contract, pick.choice(legal)
 
 
-FIELDS = ("layout", "state_dtype", "K", "intermediate", "mode", "ragged", "pool", "gate", "beta", "tokens")
+FIELDS = (
+    "layout",
+    "state_dtype",
+    "K",
+    "intermediate",
+    "mode",
+    "ragged",
+    "pool",
+    "gate",
+    "beta",
+    "tokens",
+)
 
 
 def covering() -> dict[str, tuple[Contract, Variant]]:
-    """Contracts, each with a variant, in which every two values of FIELDS meet; greedily, so some thirty suffice."""
+    """Contracts, each with a variant, in which every two values of FIELDS meet; greedily, so some
+    thirty suffice.
+    """
     met, found = set(), {}
     for least in (12, 8, 4, 2, 1):
         for seed in range(400):
             contract, knobs = draw(seed)
-            pairs = {(x, y, getattr(contract, x), getattr(contract, y)) for x, y in itertools.combinations(FIELDS, 2)}
+            pairs = {
+                (x, y, getattr(contract, x), getattr(contract, y))
+                for x, y in itertools.combinations(FIELDS, 2)
+            }
             if len(pairs - met) >= least:
                 met |= pairs
                 found[contract.key()] = contract, DECODE.variant(knobs)
@@ -104,7 +137,9 @@ def function(tmp_path_factory):
 
 @pytest.mark.parametrize("key", CONTRACTS, ids=list(CONTRACTS))
 def test_right(key, store):
-    """Against fp64, with padding, strided and int64 indices, padded pools, packed q, k, v, poisoned outputs and untouched slots."""
+    """Against fp64, with padding, strided and int64 indices, padded pools, packed q, k, v, poisoned
+    outputs and untouched slots.
+    """
     contract, variant = CONTRACTS[key]
     spec = object_spec(DECODE, contract, variant, DEVICE)
     check_variant(store.load([spec])[spec.key], contract, seeds=(0,)).require()
@@ -120,17 +155,41 @@ FAULTS = {
         r"q: shape \[2, 2, 1, 32\].*accepted is \[B, T, H, K\] = \[any, any, any, 64\]",
     ),
     "k": (lambda k: k[:1], ValueError, r"k: shape \[1, 2, 1, 64\].*\[2, 2, 1, 64\]"),
-    "v": (lambda v: v.transpose(2, 3).contiguous().transpose(2, 3), ValueError, "v: a last stride of 2"),
+    "v": (
+        lambda v: v.transpose(2, 3).contiguous().transpose(2, 3),
+        ValueError,
+        "v: a last stride of 2",
+    ),
     "a": (lambda a: a.double(), TypeError, "a: dtype code 2 of 64 bits.*float32 bfloat16 float16"),
     "b": (lambda b: None, TypeError, r"b: None was given, accepted is a tensor \[B, T, HV\]"),
-    "A_log": (lambda x: x.repeat(2), ValueError, "A_log: 4 heads were given, accepted are HV=2 or H=1"),
+    "A_log": (
+        lambda x: x.repeat(2),
+        ValueError,
+        "A_log: 4 heads were given, accepted are HV=2 or H=1",
+    ),
     "dt_bias": (lambda x: x[None], ValueError, "dt_bias: shape"),
-    "state": (lambda s: s.bfloat16(), TypeError, "state: dtype code 4 of 16 bits was given, accepted are float32"),
-    "read_index": (lambda x: x.long(), TypeError, "read_index: dtype code 0 of 64 bits.*int64 as its low words"),
+    "state": (
+        lambda s: s.bfloat16(),
+        TypeError,
+        "state: dtype code 4 of 16 bits was given, accepted are float32",
+    ),
+    "read_index": (
+        lambda x: x.long(),
+        TypeError,
+        "read_index: dtype code 0 of 64 bits.*int64 as its low words",
+    ),
     "write_index": (lambda x: None, TypeError, "write_index: None"),
-    "accepted": (lambda x: torch.ones(2, dtype=torch.int32), TypeError, "accepted: a tensor was given"),
+    "accepted": (
+        lambda x: torch.ones(2, dtype=torch.int32),
+        TypeError,
+        "accepted: a tensor was given",
+    ),
     "slot_index": (lambda x: x[:1], ValueError, r"slot_index: shape \[1\]"),
-    "intermediate": (lambda x: x[:, :1], ValueError, "intermediate: 1 steps were given, accepted is T=2 or more"),
+    "intermediate": (
+        lambda x: x[:, :1],
+        ValueError,
+        "intermediate: 1 steps were given, accepted is T=2 or more",
+    ),
     "output": (lambda x: x[:, :1], ValueError, "output: shape"),
     "scale": (lambda x: None, TypeError, "scale: no number"),
 }
@@ -138,7 +197,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_wrong_arguments_are_refused_by_name(name, function):
-    """Fault: a tensor of another dtype, shape or stride was read as if it were the right one. The message says what is accepted."""
+    """Fault: a tensor of another dtype, shape or stride was read as if it were the right one. The
+    message says what is accepted.
+    """
     case = make_case(Problem(SPOILT, 2, 1, 2))
     spoil, error, message = FAULTS[name]
     arguments = list(case.arguments())
@@ -151,36 +212,49 @@ def test_wrong_arguments_are_refused_by_name(name, function):
 
 def test_a_wrong_number_of_arguments_is_refused(function):
     """The convention has 22 arguments."""
-    with pytest.raises(TypeError, match="3 arguments were given, accepted are 22: state to use_qk_l2norm"):
+    with pytest.raises(
+        TypeError, match="3 arguments were given, accepted are 22: state to use_qk_l2norm"
+    ):
         function(DECODE, SPOILT, SPOILT_KNOBS)(1, 2, 3)
 
 
 def test_a_head_in_pieces_is_refused(function):
-    """Rows of a head must lie side by side: a view of a larger state is not copied behind the caller's back."""
+    """Rows of a head must lie side by side: a view of a larger state is not copied behind the
+    caller's back.
+    """
     case = make_case(Problem(SPOILT, 2, 1, 2))
     wide = torch.zeros(2, 2, 32, 128)[..., :64]
-    with pytest.raises(ValueError, match="state: rows 128 elements apart were given, accepted is 64"):
+    with pytest.raises(
+        ValueError, match="state: rows 128 elements apart were given, accepted is 64"
+    ):
         function(DECODE, SPOILT, SPOILT_KNOBS)(*dataclasses.replace(case, state=wide).arguments())
 
 
 def test_no_requests_is_no_work(function):
     """B=0 returns at once and touches nothing."""
     case = make_case(Problem(SPOILT, 2, 1, 2))
-    nobody = {x: getattr(case, x)[:0] for x in "q k v a b output read_index write_index slot_index".split()}
+    nobody = {
+        x: getattr(case, x)[:0]
+        for x in "q k v a b output read_index write_index slot_index".split()
+    }
     before = case.clone()
     function(DECODE, SPOILT, SPOILT_KNOBS)(*dataclasses.replace(case, **nobody).arguments())
     assert torch.equal(case.state, before.state)
 
 
 def test_offsets_are_64_bit(function):
-    """Fault: a slot at 2^31 elements and beyond wrapped a 32-bit offset into another slot. Only the pages in use become memory."""
+    """Fault: a slot at 2^31 elements and beyond wrapped a 32-bit offset into another slot. Only the
+    pages in use become memory.
+    """
     stride = 2**31 + 64
     case = make_case(Problem(SPOILT, 2, 1, 2), permute=False)
     try:
         room = torch.empty(2 * stride)
     except RuntimeError as error:
         pytest.skip(f"no 16 GiB of addresses: {error}")
-    far = dataclasses.replace(case, state=room.as_strided(case.state.shape, (stride, *case.state.stride()[1:])))
+    far = dataclasses.replace(
+        case, state=room.as_strided(case.state.shape, (stride, *case.state.stride()[1:]))
+    )
     far.state.copy_(case.state)
     far.output = torch.empty_like(case.output)
     run = function(DECODE, SPOILT, SPOILT_KNOBS)
@@ -191,7 +265,9 @@ def test_offsets_are_64_bit(function):
 
 
 def gate_error(function, contract: Contract, x: torch.Tensor, A_log: float, **options) -> float:
-    """The decay's worst error, relative to the truth and to its exponent: with beta 0 and S = 1, a one-hot q reads it off."""
+    """The decay's worst error, relative to the truth and to its exponent: with beta 0 and S = 1, a
+    one-hot q reads it off.
+    """
     n, K = x.numel(), contract.K
     case = make_case(Problem(contract, n // K, 1, 1), use_qk_l2norm=False, scale=1.0, **options)
     case.state.fill_(1.0)
@@ -214,22 +290,36 @@ def gate_error(function, contract: Contract, x: torch.Tensor, A_log: float, **op
         exponent = -torch.tensor(A_log).double().exp() * torch.nn.functional.softplus(wide)
     truth = exponent.exp()
     # a denormal is as exact as its spacing
-    return float((((found - truth).abs() - 1.5e-45).clamp(min=0) / (truth * (1 + exponent.abs()) + 1e-45)).max())
+    return float(
+        (
+            ((found - truth).abs() - 1.5e-45).clamp(min=0) / (truth * (1 + exponent.abs()) + 1e-45)
+        ).max()
+    )
 
 
 @pytest.mark.parametrize("gate", ["softplus", "lower_bound"])
 @pytest.mark.parametrize("A_log", [-3.0, 0.0, 2.7])
 def test_gates_are_accurate(gate, A_log, function):
-    """Over all gates that softplus and sigmoid tell apart, the overflowing ones included; fp32 can have 1.2e-7."""
+    """Over all gates that softplus and sigmoid tell apart, the overflowing ones included; fp32 can
+    have 1.2e-7.
+    """
     contract = PLAIN.replace(op="kda_decode", gate=gate, K=64, V=32, beta="given")
-    x = torch.cat((torch.linspace(-110, 110, 400), torch.linspace(-12, 12, 600), torch.linspace(-0.1, 0.1, 24)))
+    x = torch.cat(
+        (
+            torch.linspace(-110, 110, 400),
+            torch.linspace(-12, 12, 600),
+            torch.linspace(-0.1, 0.1, 24),
+        )
+    )
     assert gate_error(function, contract, x, A_log) < 4e-7
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("vec", [4, 8, 16])
 def test_every_16_bit_number_converts(dtype, vec, function):
-    """All bit patterns there and back, and rounded after a product: as PyTorch does, denormals, infinities and NaN included."""
+    """All bit patterns there and back, and rounded after a product: as PyTorch does, denormals,
+    infinities and NaN included.
+    """
     contract = Contract(state_dtype=dtype)
     run = function(FLOOR, contract, cpu_stream_config.Knobs(4, 4, vec))
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(DTYPES[dtype]).view(2, -1)
@@ -244,7 +334,9 @@ def test_every_16_bit_number_converts(dtype, vec, function):
 
 @pytest.mark.parametrize("name", ["k", "v", "a", "b"])
 def test_a_nan_stays_one(name, function):
-    """A NaN of all bits set, as poisoned memory has them, is NaN in a bf16 state: rounding it by integers would give zero."""
+    """A NaN of all bits set, as poisoned memory has them, is NaN in a bf16 state: rounding it by
+    integers would give zero.
+    """
     contract = SPOILT.replace(state_dtype="bf16")
     case = make_case(Problem(contract, 2, 1, 2))
     getattr(case, name)[0].view(torch.int32).fill_(-1)
@@ -259,13 +351,17 @@ def test_a_nan_stays_one(name, function):
 @pytest.mark.parametrize("mode", ["update", "frozen"])
 def test_the_floor_moves_what_it_should(mode, intermediate, function):
     """read; read and write; read and T writes, with and without the last."""
-    contract = Contract(mode=mode, intermediate=intermediate, tokens=3, V=96, K=96, state_dtype="fp32")
+    contract = Contract(
+        mode=mode, intermediate=intermediate, tokens=3, V=96, K=96, state_dtype="fp32"
+    )
     problem = Problem(contract, 3, 1, 1)
     state, slots, buffer, _, sink = floor_case(problem, floor_form(contract))
     slots = slots[slots != 1]
     buffer = buffer[:2] if buffer is not None else None
     before = state.clone()
-    run = function(FLOOR, contract, cpu_stream_config.Knobs(16, 4, 16, around=intermediate != "none"))
+    run = function(
+        FLOOR, contract, cpu_stream_config.Knobs(16, 4, 16, around=intermediate != "none")
+    )
     run(state, slots, buffer, 0.5, sink)
     moved = before[slots.long()]
     if mode == "update":
@@ -315,7 +411,9 @@ def test_objects_export_their_function_alone(store):
     for contract, variant in list(CONTRACTS.values())[:2]:
         spec = object_spec(DECODE, contract, variant, DEVICE)
         listed = subprocess.run(
-            ["nm", "-g", "--defined-only", store.object_file(spec.key)], capture_output=True, text=True
+            ["nm", "-g", "--defined-only", store.object_file(spec.key)],
+            capture_output=True,
+            text=True,
         )
         names = {line.split()[-1] for line in listed.stdout.splitlines()}
         assert {n for n in names if "gdntune" in n} == {f"__tvm_ffi_{spec.name}"}
@@ -323,7 +421,9 @@ def test_objects_export_their_function_alone(store):
 
 
 def test_missing_tools_are_named(monkeypatch, tmp_path):
-    """Without a compiler, and without ninja, the message says which and how to get it; nothing of the environment stays changed."""
+    """Without a compiler, and without ninja, the message says which and how to get it; nothing of
+    the environment stays changed.
+    """
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     facts, knobs = DECODE.facts(PLAIN), dataclasses.asdict(cpu_recurrent_config.Knobs(32, 4, 16))
@@ -337,7 +437,9 @@ def test_missing_tools_are_named(monkeypatch, tmp_path):
 
 
 def test_a_compiler_error_is_a_build_error(tmp_path):
-    """What does not compile says so with the compiler's own words; so does a setting that `refuse` should have caught."""
+    """What does not compile says so with the compiler's own words; so does a setting that `refuse`
+    should have caught.
+    """
     with pytest.raises(BuildError, match=r"broken.cpp does not compile:(.|\n)*error: .*not_there"):
         cpu_object.object_of("int f() { return not_there; }", "broken", tmp_path)
     knobs = dataclasses.asdict(cpu_recurrent_config.Knobs(32, 3, 16))
@@ -346,15 +448,22 @@ def test_a_compiler_error_is_a_build_error(tmp_path):
 
 
 def test_spaces_are_large_and_legal():
-    """At least 24 variants for K=128, each legal, each with an id of its own; the default is legal everywhere."""
-    for device in (DEVICE, *(msgspec.structs.replace(DEVICE, arch=name) for name in ("x86_64-avx2-0", "aarch64-0"))):
+    """At least 24 variants for K=128, each legal, each with an id of its own; the default is legal
+    everywhere.
+    """
+    for device in (
+        DEVICE,
+        *(msgspec.structs.replace(DEVICE, arch=name) for name in ("x86_64-avx2-0", "aarch64-0")),
+    ):
         for contract in (c for seed in range(200) for c, _ in [draw(seed)]):
             found = DECODE.variants(contract, device)
             assert found
             assert len({v.id for v in found}) == len(found)
             assert [v.id for v in found if DECODE.refuse(contract, DECODE.setting(v.knobs))] == []
             for exponent in range(0, 16, 3):
-                assert DECODE.refuse(contract, DECODE.default(contract, 1 << exponent, device)) is None
+                assert (
+                    DECODE.refuse(contract, DECODE.default(contract, 1 << exponent, device)) is None
+                )
             assert FLOOR.refuse(contract, FLOOR.default(contract, 64, device)) is None
             assert len(FLOOR.variants(contract, device)) >= 12
         for layout, dtype, tokens in itertools.product(("k_last", "v_last"), DTYPES, (1, 4)):
@@ -368,7 +477,11 @@ def test_spaces_are_large_and_legal():
         ({}, {"ilp": 3}, "ilp=3: accepted are 1, 2, 4, 8"),
         ({}, {"vec": 32}, "vec=32: accepted are 4, 8, 16"),
         ({"V": 96}, {"tile_v": 64}, "V=96 is not a multiple of tile_v=64"),
-        ({"layout": "v_last"}, {"tile_v": 32, "ilp": 4}, "not a multiple of the 128 rows in flight"),
+        (
+            {"layout": "v_last"},
+            {"tile_v": 32, "ilp": 4},
+            "not a multiple of the 128 rows in flight",
+        ),
         ({}, {"around": True}, "without intermediate states"),
     ],
 )

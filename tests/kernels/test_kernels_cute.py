@@ -1,4 +1,6 @@
-"""The CuTe kernels without a GPU: they compile, use what registers they should, and address 64 bits wide."""
+"""The CuTe kernels without a GPU: they compile, use what registers they should, and address 64 bits
+wide.
+"""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -20,7 +22,12 @@ CONTRACTS = {
     "T=8, fp32 state": Contract(tokens=8, state_dtype="fp32"),
     "v_last": Contract(layout="v_last"),
     "kda, slots": Contract(
-        op="kda_decode", gate="softplus", tokens=4, intermediate="slots", accepted=True, mode="frozen"
+        op="kda_decode",
+        gate="softplus",
+        tokens=4,
+        intermediate="slots",
+        accepted=True,
+        mode="frozen",
     ),
     "ragged, dense, fp16, K=96": Contract(
         tokens=4,
@@ -33,14 +40,18 @@ CONTRACTS = {
         K=96,
         V=192,
     ),
-    "indexed, no pool": Contract(tokens=2, intermediate="indexed", pool=False, layout="v_last", K=64, V=64),
+    "indexed, no pool": Contract(
+        tokens=2, intermediate="indexed", pool=False, layout="v_last", K=64, V=64
+    ),
 }
 WY_CONTRACTS = {
     "T=8": Contract(tokens=8),
     "T=4, frozen": Contract(tokens=4, mode="frozen"),
     "T=16, ragged": Contract(tokens=16, ragged=True),
     "T=8, fp32 state, frozen": Contract(tokens=8, state_dtype="fp32", mode="frozen"),
-    "T=8, fp16 state, K=96": Contract(tokens=8, state_dtype="fp16", K=96, V=192, gate="log", pool=False),
+    "T=8, fp16 state, K=96": Contract(
+        tokens=8, state_dtype="fp16", K=96, V=192, gate="log", pool=False
+    ),
     "T=8, K=256": Contract(tokens=8, K=256, V=32),
 }
 
@@ -59,15 +70,21 @@ def ptx_of():
 
         def compiled(contract, name="recurrent"):
             kernel = kernels.get(name)
-            knobs = kernel.variant(kernel.default(contract, 8192 if contract == Contract() else 64, device)).knobs
-            return pool.submit(compile_ptx, name, dict(kernel.facts(contract)), knobs, device.arch).result()
+            knobs = kernel.variant(
+                kernel.default(contract, 8192 if contract == Contract() else 64, device)
+            ).knobs
+            return pool.submit(
+                compile_ptx, name, dict(kernel.facts(contract)), knobs, device.arch
+            ).result()
 
         yield compiled
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 def test_representative_objects_compile(target, store):
-    """Every kind of contract compiles for Hopper and Blackwell with its default variant, without spills."""
+    """Every kind of contract compiles for Hopper and Blackwell with its default variant, without
+    spills.
+    """
     device = arch.target(target)
     objects = []
     for contract in CONTRACTS.values():
@@ -87,14 +104,18 @@ def test_representative_objects_compile(target, store):
 
 
 def test_spaces_are_large_and_legal():
-    """At least 30 variants a contract, each legal, each with an id of its own, and the default is legal everywhere."""
+    """At least 30 variants a contract, each legal, each with an id of its own, and the default is
+    legal everywhere.
+    """
     device = arch.target("sm_90a")
     for contract in CONTRACTS.values():
         found = kernels.variants(contract, device)
         assert len({v.id for v in found}) == len(found)
         assert all(kernels.refuse(contract, v) is None for v in found)
         for exponent in range(0, 16, 3):
-            assert kernels.refuse(contract, kernels.default(contract, 1 << exponent, device)) is None
+            assert (
+                kernels.refuse(contract, kernels.default(contract, 1 << exponent, device)) is None
+            )
     assert len(kernels.variants(Contract(), device)) >= 30
     assert len(kernels.variants(Contract(tokens=8), device)) >= 30
 
@@ -115,7 +136,9 @@ def test_spaces_are_large_and_legal():
     ],
 )
 def test_illegal_knobs_are_refused_with_a_reason(knobs, reason):
-    """An illegal setting is refused by the one legality function, not by the compiler: K=96 on 12 lanes compiled in silence."""
+    """An illegal setting is refused by the one legality function, not by the compiler: K=96 on 12
+    lanes compiled in silence.
+    """
     setting = {"tile_v": 32, "ilp": 2, "vec": 8, "lanes": 16, "threads": 128, **knobs}
     assert reason in (recurrent_config.refuse(Contract(), recurrent_config.Knobs(**setting)) or "")
 
@@ -137,15 +160,24 @@ def test_illegal_knobs_are_refused_with_a_reason(knobs, reason):
     ],
 )
 def test_wy_refuses_with_a_reason(fields, knobs, reason):
-    """What the tensor-core kernel does not serve, it says; everything that it tries is legal, and a contract out of its reach has none."""
+    """What the tensor-core kernel does not serve, it says; everything that it tries is legal, and a
+    contract out of its reach has none.
+    """
     contract = Contract(**{"tokens": 8, **fields})
-    assert reason in (wy_config.refuse(contract, wy_config.Knobs(**{"rows": 32, "warps": 1, **knobs})) or "")
+    assert reason in (
+        wy_config.refuse(contract, wy_config.Knobs(**{"rows": 32, "warps": 1, **knobs})) or ""
+    )
     assert not knobs or wy_config.refuse(contract, wy_config.Knobs(32, 1)) is None
-    assert all(wy_config.refuse(contract, s) is None for s in wy_config.space(contract, arch.target("sm_90a")))
+    assert all(
+        wy_config.refuse(contract, s) is None
+        for s in wy_config.space(contract, arch.target("sm_90a"))
+    )
 
 
 def test_the_default_serves_what_a_space_leaves_out():
-    """The default rule names a variant of the space where there is one, and has a legal one for sizes whose space is empty or small."""
+    """The default rule names a variant of the space where there is one, and has a legal one for
+    sizes whose space is empty or small.
+    """
     device = arch.target("sm_90a")
     for contract in (
         Contract(),
@@ -175,7 +207,9 @@ WY_PTX_CASES = {"pool": (Contract(tokens=8), 2), "frozen": (Contract(tokens=4, m
 
 @pytest.mark.parametrize("name", PTX_CASES)
 def test_offsets_are_64_bit(name, ptx_of):
-    """Fault: slot 2048 of a pool with HV=64, and B=512, T=8 intermediate states, wrapped a 32-bit offset into another slot."""
+    """Fault: slot 2048 of a pool with HV=64, and B=512, T=8 intermediate states, wrapped a 32-bit
+    offset into another slot.
+    """
     contract, products = PTX_CASES[name]
     text = ptx_of(contract)
     assert narrow_products(text) == []
@@ -192,11 +226,22 @@ def test_wy_offsets_are_64_bit(name, ptx_of):
 
 
 def test_the_ptx_reader_sees_narrow_products():
-    """The reader above finds a 32-bit product of a loaded index, also through a move and a loop; so it can fail."""
+    """The reader above finds a 32-bit product of a loaded index, also through a move and a loop; so
+    it can fail.
+    """
     load = "ld.global.v4.b32 {%r90, %r91, %r92, %r93}, [%rd9];\n"
-    direct = "ld.global.b32 %r1, [%rd1];\nmad.lo.s32 %r2, %r1, 1048576, %r3;\nmul.wide.s32 %rd9, %r2, 2;\n" + load
-    moved = "mov.b32 %r9, %ctaid.z;\nselp.b32 %r8, %r9, 0, %p1;\nshl.b32 %r7, %r8, 20;\ncvt.s64.s32 %rd9, %r7;\n" + load
-    wide = "ld.global.b32 %r1, [%rd1];\ncvt.s64.s32 %rd2, %r1;\nmad.lo.s64 %rd9, %rd2, %rd4, %rd5;\n" + load
+    direct = (
+        "ld.global.b32 %r1, [%rd1];\nmad.lo.s32 %r2, %r1, 1048576, %r3;\nmul.wide.s32 %rd9, %r2, 2;\n"
+        + load
+    )
+    moved = (
+        "mov.b32 %r9, %ctaid.z;\nselp.b32 %r8, %r9, 0, %p1;\nshl.b32 %r7, %r8, 20;\ncvt.s64.s32 %rd9, %r7;\n"
+        + load
+    )
+    wide = (
+        "ld.global.b32 %r1, [%rd1];\ncvt.s64.s32 %rd2, %r1;\nmad.lo.s64 %rd9, %rd2, %rd4, %rd5;\n"
+        + load
+    )
     assert len(narrow_products(direct)) == 1
     assert len(narrow_products(moved)) == 1
     assert narrow_products(wide) == []

@@ -141,12 +141,16 @@ def broken_compiler(facts, knobs, name, folder):
 
 
 def test_a_crashed_worker_costs_its_own_object_alone(built, tmp_path):
-    """One object's compiler crashes, another's raises: both are values with a reason, the third compiles."""
+    """One object's compiler crashes, another's raises: both are values with a reason, the third
+    compiles.
+    """
     good, compiler = built[1][0]
     crash = msgspec.structs.replace(good, knobs={**good.knobs, "vec": 1})
     error = msgspec.structs.replace(good, knobs={**good.knobs, "vec": 2})
     broken = "test_store:broken_compiler"
-    outcome = build.compile_objects([(crash, broken), (good, compiler), (error, broken)], Store(tmp_path), jobs=2)
+    outcome = build.compile_objects(
+        [(crash, broken), (good, compiler), (error, broken)], Store(tmp_path), jobs=2
+    )
     assert [b.ok for b in outcome] == [False, True, False]
     assert "died" in outcome[0].reason and "no such instruction" in outcome[2].reason
 

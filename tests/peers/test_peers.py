@@ -1,4 +1,6 @@
-"""gdntune/peers/: which problems each entry serves, how a case becomes its arguments, how its results are compared. No peer is needed."""
+"""gdntune/peers/: which problems each entry serves, how a case becomes its arguments, how its
+results are compared. No peer is needed.
+"""
 
 import dataclasses
 import sys
@@ -20,7 +22,10 @@ MTP = FP32.replace(tokens=4)
 KDA = Contract(op="kda_decode", gate="softplus")
 SLOTS = {"mode": "frozen", "intermediate": "slots"}
 TRITON = ("fused_sigmoid_gating_delta_rule_update",)
-PACKED, GIVEN = "fused_recurrent_gated_delta_rule_packed_decode", ("fused_recurrent_gated_delta_rule",)
+PACKED, GIVEN = (
+    "fused_recurrent_gated_delta_rule_packed_decode",
+    ("fused_recurrent_gated_delta_rule",),
+)
 GDN, KDA_IN_PLACE = ("fused_recurrent_gated_delta_rule",), ("fused_recurrent_kda",)
 PRETRANSPOSE, WY = "gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp_wy_output_only"
 RING = "gated_delta_rule_mtp_ucache_flush"
@@ -57,7 +62,9 @@ RING = "gated_delta_rule_mtp_ucache_flush"
     ids=lambda x: x.key() if isinstance(x, Contract) else None,
 )
 def test_what_each_serves(contract, flashinfer, sglang):
-    """The entries that serve a contract, by reading their code; where none does, the reason names what is accepted."""
+    """The entries that serve a contract, by reading their code; where none does, the reason names
+    what is accepted.
+    """
     for name, wanted in (("flashinfer", flashinfer), ("sglang", sglang)):
         found, reason = peers.get(name).serving(Problem(contract, 2, 4, 4))
         assert tuple(e.name for e in found) == wanted, name
@@ -87,7 +94,9 @@ def test_what_each_serves(contract, flashinfer, sglang):
     ids=lambda x: x.key() if isinstance(x, Contract) else None,
 )
 def test_what_fla_serves(contract, entries):
-    """States in order; with a pool only KDA, by slots at T=1: on states gathered beforehand it would do another job."""
+    """States in order; with a pool only KDA, by slots at T=1: on states gathered beforehand it
+    would do another job.
+    """
     fla = peers.get("fla")
     found, reason = fla.serving(Problem(contract.replace(pool=False), 2, 4, 4))
     assert tuple(e.name for e in found) == entries
@@ -133,14 +142,18 @@ def test_flas_slots_of_each_token():
     ids=lambda x: x.key() if isinstance(x, Contract) else None,
 )
 def test_what_vllm_serves(contract, entries):
-    """T=1 with the final state, and each token's state in a slot of its own; KDA from raw gates at T=1 alone, where it is right."""
+    """T=1 with the final state, and each token's state in a slot of its own; KDA from raw gates at
+    T=1 alone, where it is right.
+    """
     found, reason = peers.get("vllm").serving(Problem(contract, 2, 4, 4))
     assert tuple(e.name for e in found) == entries
     assert found or "accepted" in reason
 
 
 def test_sizes_beyond_32_bit_offsets_are_refused():
-    """B=512, T=8, HV=64 with intermediate states: an illegal access in FlashInfer and SGLang, so a row with the reason instead."""
+    """B=512, T=8, HV=64 with intermediate states: an illegal access in FlashInfer and SGLang, so a
+    row with the reason instead.
+    """
     contract = BF16.replace(tokens=8, intermediate="dense", mode="frozen")
     for name in ("flashinfer", "sglang"):
         assert peers.get(name).serving(Problem(contract, 128, 16, 64))[0]
@@ -149,7 +162,9 @@ def test_sizes_beyond_32_bit_offsets_are_refused():
 
 
 def test_parameters_by_query_head():
-    """FlashInfer's KDA has A_log and dt_bias by q/k head: with HV > H it would read those of other heads."""
+    """FlashInfer's KDA has A_log and dt_bias by q/k head: with HV > H it would read those of other
+    heads.
+    """
     found, reason = peers.get("flashinfer").serving(Problem(KDA, 2, 2, 4))
     assert not found and "H=2, HV=4" in reason
 
@@ -167,7 +182,9 @@ def test_the_registry():
 
 
 def test_what_is_not_installed(monkeypatch):
-    """An absent package is said with what to do, without importing anything; a broken one when it is imported."""
+    """An absent package is said with what to do, without importing anything; a broken one when it
+    is imported.
+    """
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     said = peers.get("flashinfer").absent()
     assert said.startswith("not installed: pip install 'gdntune[peers]'") and "flashinfer" in said
@@ -180,7 +197,9 @@ def test_what_is_not_installed(monkeypatch):
 
 
 def test_a_variant_says_version_and_form():
-    """What a trial is recorded as: the peer, the entry, its version, how it is called and what more it moves."""
+    """What a trial is recorded as: the peer, the entry, its version, how it is called and what more
+    it moves.
+    """
     peer = peers.get("flashinfer")
     problem = Problem(BF16.replace(tokens=2, mode="frozen"), 3, 2, 4)
     v = peer.variant(peer.entry(WY), problem)
@@ -208,7 +227,8 @@ class Recorder:
         return {
             name
             for name, y in self.arguments.items()
-            if isinstance(y, torch.Tensor) and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+            if isinstance(y, torch.Tensor)
+            and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         }
 
 
@@ -245,7 +265,9 @@ def called(monkeypatch):
     ids=lambda x: x.key() if isinstance(x, Contract) else x,
 )
 def test_tensors_are_views(called, peer, entry, contract, state):
-    """The case's own memory is handed over: state, inputs and outputs are not copied, and slots are its index tensor."""
+    """The case's own memory is handed over: state, inputs and outputs are not copied, and slots are
+    its index tensor.
+    """
     case = make_case(Problem(contract, 3, 2, 2))
     recorder, bound = called(peer, entry, case)
     assert recorder.same(case.state) == {state}
@@ -260,7 +282,9 @@ def test_tensors_are_views(called, peer, entry, contract, state):
 
 
 def test_what_is_said_of_the_state(called):
-    """Whether the final state is written is said outright, and each token's state goes where the contract has it."""
+    """Whether the final state is written is said outright, and each token's state goes where the
+    contract has it.
+    """
     frozen = MTP.replace(mode="frozen", intermediate="dense")
     for contract, disabled in ((MTP, False), (frozen, True)):
         case = make_case(Problem(contract, 3, 2, 2))
@@ -268,7 +292,9 @@ def test_what_is_said_of_the_state(called):
             recorder, bound = called(peer, entry, case)
             assert recorder.arguments["disable_state_update"] is disabled
             assert (bound.state is None) is disabled
-    recorder, _ = called("sglang", *TRITON, make_case(Problem(MTP.replace(intermediate="dense"), 3, 2, 2)))
+    recorder, _ = called(
+        "sglang", *TRITON, make_case(Problem(MTP.replace(intermediate="dense"), 3, 2, 2))
+    )
     assert recorder.arguments["cache_steps"] == 4
     assert recorder.arguments["intermediate_state_indices"].tolist() == [0, 1, 2]
     assert recorder.arguments["cu_seqlens"].tolist() == [0, 4, 8, 12]
@@ -277,10 +303,14 @@ def test_what_is_said_of_the_state(called):
 
 @pytest.mark.parametrize("tokens", [4, 8])
 def test_a_ring_step_by_step(called, tokens):
-    """An empty ring first; then T rows more each call until the window of 16 is folded, after which the ring goes on behind it."""
+    """An empty ring first; then T rows more each call until the window of 16 is folded, after which
+    the ring goes on behind it.
+    """
     case = make_case(Problem(BF16.replace(tokens=tokens, mode="frozen"), 3, 2, 4), slots=5)
     recorder, bound = called("flashinfer", RING, case)
-    ring = {name: tuple(recorder.arguments[name].shape) for name in ("k_cache", "u_cache", "g_cache")}
+    ring = {
+        name: tuple(recorder.arguments[name].shape) for name in ("k_cache", "u_cache", "g_cache")
+    }
     assert ring == {"k_cache": (5, 2, 32, 128), "u_cache": (5, 4, 32, 128), "g_cache": (5, 4, 32)}
     assert recorder.arguments["restart_hist_on_flush"] is False
     cycle, seen = 16 // tokens, []
@@ -292,7 +322,8 @@ def test_a_ring_step_by_step(called, tokens):
     filled = range(tokens, 17, tokens)
     assert seen == [(0, 0), *((n, 0) for n in filled), *((n, 16) for n in filled), (tokens, 0)]
     assert bound.cycle == cycle
-    # a row of the ring: k of two heads, u of four, four log decays; of the state, written and read again once a cycle
+    # a row of the ring: k of two heads, u of four, four log decays; of the state, written and read
+    # again once a cycle
     row, state = 3 * ((2 * 128 + 4 * 128) * 2 + 4 * 4), 3 * 4 * 128 * 128 * 2
     peer = peers.get("flashinfer")
     extra = peer.variant(peer.entry(RING), case.problem).knobs["extra_bytes"]
@@ -320,7 +351,10 @@ def test_v_last_states_are_the_cases_own(called):
 @pytest.mark.parametrize(("mode", "writes"), [("update", True), ("frozen", False)])
 def test_fla_writes_the_final_state_where_it_is_kept(called, mode, writes):
     """GDN returns it, KDA writes it in place; a frozen state is neither asked for nor compared."""
-    for contract, entry, said in ((FP32, GDN, "output_final_state"), (KDA, KDA_IN_PLACE, "inplace_final_state")):
+    for contract, entry, said in (
+        (FP32, GDN, "output_final_state"),
+        (KDA, KDA_IN_PLACE, "inplace_final_state"),
+    ):
         case = make_case(Problem(contract.replace(mode=mode, pool=False), 3, 2, 2))
         recorder, bound = called("fla", *entry, case)
         assert recorder.arguments[said] is writes
@@ -349,7 +383,9 @@ def test_accepted_counts_start_at_one(called):
 
 @pytest.mark.parametrize("pool", [True, False], ids=["pool", "states"])
 def test_vllm_never_gets_slot_0(called, pool):
-    """Fault: slot 0 is vLLM's padding, and a request that owns it would be skipped: every request has a later slot, with its state."""
+    """Fault: slot 0 is vLLM's padding, and a request that owns it would be skipped: every request
+    has a later slot, with its state.
+    """
     case = make_case(Problem(FP32.replace(pool=pool), 3, 2, 4))
     states = case.state if case.read_index is None else case.state[case.read_index.long()]
     for entry in (PACKED, *TRITON):
@@ -368,7 +404,9 @@ def test_vllm_packs_q_k_v(called):
     recorder, _ = called("vllm", PACKED, case)
     rows = recorder.arguments["mixed_qkv"]
     assert rows.shape == (3, (2 + 2 + 4) * 128)
-    assert torch.equal(rows[:, 256:512], case.k.reshape(3, 256)) and torch.equal(rows[:, 512:], case.v.reshape(3, 512))
+    assert torch.equal(rows[:, 256:512], case.k.reshape(3, 256)) and torch.equal(
+        rows[:, 512:], case.v.reshape(3, 512)
+    )
     assert recorder.arguments["a"].shape == recorder.arguments["b"].shape == (3, 4)
     assert recorder.same(case.output) == {"out"}
 
@@ -383,7 +421,9 @@ def test_vllm_packs_q_k_v(called):
     ids=lambda x: x.key() if isinstance(x, Contract) else x,
 )
 def test_vllm_verifies_by_slots(called, entry, contract):
-    """Each token's slot moves up by one with the pool; the states that are compared are those in the pool that was handed over."""
+    """Each token's slot moves up by one with the pool; the states that are compared are those in
+    the pool that was handed over.
+    """
     case = make_case(Problem(contract, 5, 2, 2))
     case.accepted[0] = 0
     recorder, bound = called("vllm", entry, case)
@@ -391,7 +431,10 @@ def test_vllm_verifies_by_slots(called, entry, contract):
     assert torch.equal(index, case.slot_index + 1) and int(index.min()) > 0
     assert torch.equal(pool[index.long()], case.state[case.slot_index.long()])
     assert int(recorder.arguments["num_accepted_tokens"].min()) == 1
-    assert bound.state is None and bound.intermediate(None).shape[:2] == (5, case.slot_index.shape[1])
+    assert bound.state is None and bound.intermediate(None).shape[:2] == (
+        5,
+        case.slot_index.shape[1],
+    )
     expected = compare.Expected(case)
     found = compare_with_reference(case)
     right = dataclasses.replace(bound, output=lambda _: found.output)
@@ -401,23 +444,40 @@ def test_vllm_verifies_by_slots(called, entry, contract):
 
 
 def test_vllm_is_found_in_either_place(monkeypatch):
-    """Its copy of flash-linear-attention moved from one version to the next; where it is in neither place, both are named."""
+    """Its copy of flash-linear-attention moved from one version to the next; where it is in neither
+    place, both are named.
+    """
     old = type(sys)("vllm.model_executor.layers.fla.ops.kda")
     old.fused_recurrent_kda_fwd = Recorder()
-    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.layers.fla"):
+    for name in (
+        "vllm",
+        "vllm.model_executor",
+        "vllm.model_executor.layers",
+        "vllm.model_executor.layers.fla",
+    ):
         monkeypatch.setitem(sys.modules, name, type(sys)(name))
     monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.fla.ops", type(sys)("ops"))
     monkeypatch.setitem(sys.modules, old.__name__, old)
     case = make_case(Problem(KDA.replace(gate="log", beta="given"), 3, 2, 2))
     peers.get("vllm").entry(*KDA_IN_PLACE).bind(case).call()
-    assert set(old.fused_recurrent_kda_fwd.arguments) >= {"q", "k", "v", "g", "beta", "scale", "initial_state"}
+    assert set(old.fused_recurrent_kda_fwd.arguments) >= {
+        "q",
+        "k",
+        "v",
+        "g",
+        "beta",
+        "scale",
+        "initial_state",
+    }
     monkeypatch.delitem(sys.modules, old.__name__)
     with pytest.raises(ToolMissing, match=r"third_party.*model_executor"):
         peers.get("vllm").entry(*KDA_IN_PLACE).bind(case)
 
 
 def test_the_bench_config_has_a_peer_for_each_part():
-    """configs/bench-peers.yaml: each part is served by FlashInfer or flash-linear-attention at most of its cells; crashes known are rows."""
+    """configs/bench-peers.yaml: each part is served by FlashInfer or flash-linear-attention at most
+    of its cells; crashes known are rows.
+    """
     whole = config.load(Path(__file__).parents[2] / "configs" / "bench-peers.yaml")
     entries = set()
     for part in whole.parts:
@@ -427,13 +487,18 @@ def test_the_bench_config_has_a_peer_for_each_part():
         assert sum(map(bool, served)) * 2 >= len(problems), part.name
     assert entries == {e.name for name in ("flashinfer", "fla") for e in peers.get(name).entries}
     in_order = [
-        p for part in whole.parts if part.name.endswith("-in-order") for p in whole.only([part.name]).problems()
+        p
+        for part in whole.parts
+        if part.name.endswith("-in-order")
+        for p in whole.only([part.name]).problems()
     ]
     assert in_order and {p for p in whole.all_problems() if not p.contract.pool} == set(in_order)
     # of GDN it has fp32 states in order alone, of KDA both, and slots
     served = {p for p in whole.all_problems() if peers.get("fla").serving(p)[0]}
     gdn = {p for p in served if p.contract.op == "gdn_decode"}
-    assert gdn == {p for p in in_order if p.contract.op == "gdn_decode" and p.contract.state_dtype == "fp32"}
+    assert gdn == {
+        p for p in in_order if p.contract.op == "gdn_decode" and p.contract.state_dtype == "fp32"
+    }
     assert {(p.contract.layout, p.contract.tokens) for p in gdn} == {
         *(("k_last", t) for t in (1, 2, 4, 8)),
         ("v_last", 1),
@@ -444,7 +509,9 @@ def test_the_bench_config_has_a_peer_for_each_part():
 
 
 def test_split_slots_are_refused(called):
-    """A case that reads one slot and writes another is no case for a call that knows one slot a request."""
+    """A case that reads one slot and writes another is no case for a call that knows one slot a
+    request.
+    """
     case = make_case(Problem(FP32, 3, 2, 2), split=True)
     with pytest.raises(UnsupportedProblem, match="read_index differs"):
         called("sglang", *TRITON, case)
@@ -462,11 +529,20 @@ def test_requests_looked_at(B):
 
 @pytest.mark.parametrize(
     "contract",
-    [FP32, BF16, FP32.replace(layout="v_last"), FP32.replace(pool=False), BF16.replace(mode="frozen"), MTP],
+    [
+        FP32,
+        BF16,
+        FP32.replace(layout="v_last"),
+        FP32.replace(pool=False),
+        BF16.replace(mode="frozen"),
+        MTP,
+    ],
     ids=lambda c: c.key(),
 )
 def test_a_right_call_passes(contract):
-    """fp32 arithmetic and one rounding are well within what is accepted, in both layouts and with shuffled slots."""
+    """fp32 arithmetic and one rounding are well within what is accepted, in both layouts and with
+    shuffled slots.
+    """
     case = make_case(Problem(contract, 9, 2, 4))
     expected, bound = compare.Expected(case), library.right(case)
     verdict = expected.judge(case, bound, bound.call())
@@ -475,7 +551,9 @@ def test_a_right_call_passes(contract):
 
 @pytest.mark.parametrize("contract", [FP32, BF16], ids=lambda c: c.key())
 def test_a_wrong_call_fails(contract):
-    """A state that was never written, one in other slots, an output with a NaN or of another head: each is found and named."""
+    """A state that was never written, one in other slots, an output with a NaN or of another head:
+    each is found and named.
+    """
     case = make_case(Problem(contract, 9, 2, 4))
     expected, bound = compare.Expected(case), library.right(case)
     before = case.state.clone()
@@ -496,7 +574,9 @@ def test_a_wrong_call_fails(contract):
 
 
 def test_intermediate_states_are_compared():
-    """The state after each token is looked at where the contract has it: a buffer by row or index, or slots of the pool."""
+    """The state after each token is looked at where the contract has it: a buffer by row or index,
+    or slots of the pool.
+    """
     for kind in ("dense", "indexed", "slots"):
         contract = FP32.replace(tokens=3, mode="frozen", intermediate=kind)
         case = make_case(Problem(contract, 5, 2, 4))
@@ -512,7 +592,9 @@ def test_intermediate_states_are_compared():
 
 def compare_with_reference(case):
     """The reference's result, written into the case."""
-    found = library.decode(case.contract, dtype=torch.float32, **case.tensors()).stored(case.contract)
+    found = library.decode(case.contract, dtype=torch.float32, **case.tensors()).stored(
+        case.contract
+    )
     case.state.copy_(found.state)
     if case.intermediate is not None:
         case.intermediate.copy_(found.intermediate)

@@ -25,8 +25,17 @@ from gdntune.report.panels import packed
 from gdntune.results.journal import Cell, Check, Trial
 from gdntune.results.published import published
 
-H100 = Path(__file__).parents[2] / "docs" / "results" / "nvidia-h100-80gb-hbm3" / "qwen3.5-397b-a17b.jsonl.xz"
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+H100 = (
+    Path(__file__).parents[2]
+    / "docs"
+    / "results"
+    / "nvidia-h100-80gb-hbm3"
+    / "qwen3.5-397b-a17b.jsonl.xz"
+)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
 in_a_browser = pytest.mark.skipif(
     BROWSER is None,
     reason="NO CHROMIUM: no page of a report was opened in a browser; install it (Debian: apt-get install chromium) to run this",
@@ -37,7 +46,9 @@ PEER = Variant("peer:other", "peer:other.decode", {"version": "1.2", "form": "as
 @pytest.fixture(scope="module")
 def cpu(tmp_path_factory):
     """A made-up run on a CPU, with a peer that is half as fast as each choice, and one that failed."""
-    header = synthetic.run(synthetic.cpu(), policy={"timer": "cpu", "l2": "cold-clean"}, peaks={"measured": 20.0})
+    header = synthetic.run(
+        synthetic.cpu(), policy={"timer": "cpu", "l2": "cold-clean"}, peaks={"measured": 20.0}
+    )
     found = synthetic.records(header, HV=8)
     with_peers = []
     for r in found:
@@ -45,7 +56,14 @@ def cpu(tmp_path_factory):
         if isinstance(r, Trial) and r.role == "floor":
             us = [2.5 * x for x in r.samples_us]
             with_peers.append(
-                Trial(problem=r.problem, variant=PEER, role="peer", stage="final", status="ok", samples_us=us)
+                Trial(
+                    problem=r.problem,
+                    variant=PEER,
+                    role="peer",
+                    stage="final",
+                    status="ok",
+                    samples_us=us,
+                )
             )
     return report([synthetic.write(tmp_path_factory.mktemp("cpu"), header, with_peers)])
 
@@ -67,7 +85,9 @@ def pages(cpu, h100, tmp_path_factory):
 
 def embedded(page):
     """What the page's script reads."""
-    return json.loads(re.search(r'<script type="application/json" id="samples">(.*?)</script>', page, re.S)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="samples">(.*?)</script>', page, re.S)[1]
+    )
 
 
 def unpacked(step, text):
@@ -119,7 +139,9 @@ class Outline(HTMLParser):
 
 @pytest.mark.parametrize("name", ["cpu", "h100"])
 def test_one_whole_file(pages, name):
-    """Every element is closed, no file or address is referred to, and the file is of a size that can be mailed."""
+    """Every element is closed, no file or address is referred to, and the file is of a size that
+    can be mailed.
+    """
     text = (pages / f"{name}.html").read_text(encoding="utf-8")
     outline = Outline(text)
     assert outline.open == []
@@ -138,7 +160,10 @@ def test_same_journal_same_bytes(cpu, tmp_path):
     code = f"from gdntune.report.report import report; import sys; sys.stdout.write(report([{str(folder)!r}]).html())"
     pages = [
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2")
     ]
@@ -147,7 +172,9 @@ def test_same_journal_same_bytes(cpu, tmp_path):
 
 
 def test_pictures_of_each_contract(h100, pages):
-    """Each contract has maps of shares and of speed-ups, over each peer where there is one, times, and the map of winners."""
+    """Each contract has maps of shares and of speed-ups, over each peer where there is one, times,
+    and the map of winners.
+    """
     text = (pages / "h100.html").read_text(encoding="utf-8")
     for caption in (
         "Share of the DRAM&#x27;s peak, %",
@@ -156,7 +183,8 @@ def test_pictures_of_each_contract(h100, pages):
         "Which variant is called",
     ):
         assert len(re.findall(rf"<figcaption>{re.escape(caption)}", text)) == 2
-    # each cell in two maps; where the table's choice was no leader at a held-out cell, as in older sweeps, it has no time to show
+    # each cell in two maps; where the table's choice was no leader at a held-out cell, as in older
+    # sweeps, it has no time to show
     shown = int(h100.frame["chosen"].sum())
     cells = sum(isinstance(r, Cell) for r in h100.sources[0].records)
     assert cells - 20 < shown <= cells
@@ -169,14 +197,18 @@ def test_pictures_of_each_contract(h100, pages):
 def test_the_map_of_winners_is_the_table(h100, pages):
     """Each interval of the table is an area that says where it begins, and what is called there."""
     text = (pages / "h100.html").read_text(encoding="utf-8")
-    intervals = [(rule.when.tokens, i) for rule in h100.sources[0].table.rules for i in rule.intervals]
+    intervals = [
+        (rule.when.tokens, i) for rule in h100.sources[0].table.rules for i in rule.intervals
+    ]
     for tokens, i in intervals:
         span = f"from {i.first} on" if i.last is None else f"from {i.first} to {i.last}"
         assert re.search(rf"<title>T={tokens}, {span}: [A-Z]+ {re.escape(i.variant)}</title>", text)
 
 
 def test_samples_are_those_of_the_journal(h100, pages):
-    """Every final sample of every counted trial is in the page, to the nanosecond, and no screening sample is."""
+    """Every final sample of every counted trial is in the page, to the nanosecond, and no screening
+    sample is.
+    """
     data = embedded((pages / "h100.html").read_text(encoding="utf-8"))
     wanted, held_out = {}, set()
     for r in h100.sources[0].records:
@@ -184,7 +216,9 @@ def test_samples_are_those_of_the_journal(h100, pages):
             held_out.add(f"{r.problem.contract.tokens}:{r.problem.B}:{r.problem.HV}:{r.problem.H}")
         if isinstance(r, Trial) and r.stage == "final" and r.status == "ok":
             key = f"{r.problem.contract.tokens}:{r.problem.B}:{r.problem.HV}:{r.problem.H}"
-            wanted[r.problem.contract.state_dtype, key, r.variant.id] = sorted(round(1000 * us) for us in r.samples_us)
+            wanted[r.problem.contract.state_dtype, key, r.variant.id] = sorted(
+                round(1000 * us) for us in r.samples_us
+            )
     found = {}
     for state, part in zip(("bf16", "fp32"), data.values(), strict=True):
         for key, rows in part["cells"].items():
@@ -223,7 +257,9 @@ def test_text_of_others_is_text():
 def test_an_unfinished_sweep(tmp_path):
     """A journal without a cell has a page all the same."""
     header = synthetic.run()
-    checks = [Check(contract=synthetic.contracts()[0], variant="a", status="failed", reason="wrong")]
+    checks = [
+        Check(contract=synthetic.contracts()[0], variant="a", status="failed", reason="wrong")
+    ]
     for i, found in enumerate(([], checks)):
         page = report([synthetic.write(tmp_path / str(i), header, found, with_table=False)]).html()
         assert "0 of 0" in page
@@ -234,17 +270,27 @@ def test_one_cell(tmp_path):
     """A single cell has its pictures."""
     header = synthetic.run()
     problem = Problem(synthetic.contracts()[0], 8, 16, 64)
-    checks = [Check(contract=problem.contract, variant=v.id, status="ok") for v in synthetic.VARIANTS]
-    page = report([synthetic.write(tmp_path, header, [*checks, *synthetic.cell(problem, header)])]).html()
+    checks = [
+        Check(contract=problem.contract, variant=v.id, status="ok") for v in synthetic.VARIANTS
+    ]
+    page = report(
+        [synthetic.write(tmp_path, header, [*checks, *synthetic.cell(problem, header)])]
+    ).html()
     assert 'data-key="1:8:64:16"' in page
 
 
 def test_two_runs(cpu, tmp_path):
     """Numbers of several runs say whose they are, and each run has its pictures."""
     header = synthetic.run()
-    runs = [synthetic.write(tmp_path / n, synthetic.run(config=n), synthetic.records(header)) for n in ("one", "two")]
+    runs = [
+        synthetic.write(tmp_path / n, synthetic.run(config=n), synthetic.records(header))
+        for n in ("one", "two")
+    ]
     page = report(runs).html()
-    assert all(f"cells have a time of the variant chosen for them, {name}" in page for name in ("one", "two"))
+    assert all(
+        f"cells have a time of the variant chosen for them, {name}" in page
+        for name in ("one", "two")
+    )
     assert len(embedded(page)) == 4
 
 
@@ -256,9 +302,13 @@ def test_without_matplotlib(cpu, monkeypatch):
 
 
 def labels(svg):
-    """The upright texts of a picture, each as (left, right, y, text) in its own pixels, a letter 0.56 of the size wide."""
+    """The upright texts of a picture, each as (left, right, y, text) in its own pixels, a letter
+    0.56 of the size wide.
+    """
     found = []
-    for style, x, y, text in re.findall(r'<text style="([^"]*)" x="([-\d.]+)" y="([-\d.]+)"[^>]*>([^<]*)</text>', svg):
+    for style, x, y, text in re.findall(
+        r'<text style="([^"]*)" x="([-\d.]+)" y="([-\d.]+)"[^>]*>([^<]*)</text>', svg
+    ):
         width = 0.56 * float(re.search(r"font-size: ([\d.]+)px", style)[1]) * len(text)
         left = float(x) - width * (0.5 if "middle" in style else 1 if "end" in style else 0)
         found.append((left, left + width, float(y), text))
@@ -266,14 +316,26 @@ def labels(svg):
 
 
 def test_labels_do_not_overprint():
-    """Fault: where intervals were short, T many, heads named or peers many, labels stood on one another or were cut at the edge."""
-    columns, rows = [f"T={t}" for t in range(1, 17)], ["16384 (256 x 64, H=16)", "16384 (256 x 64, H=32)"]
+    """Fault: where intervals were short, T many, heads named or peers many, labels stood on one
+    another or were cut at the edge.
+    """
+    columns, rows = (
+        [f"T={t}" for t in range(1, 17)],
+        ["16384 (256 x 64, H=16)", "16384 (256 x 64, H=32)"],
+    )
     tiles = [figures.Tile(c, r, f"{c}:{r}", 1.2, "1.20", "") for c in range(16) for r in range(2)]
-    shown = sorted(labels(figures.gain_map("x", columns, rows, tiles)), key=lambda label: (label[2], label))
-    assert sorted({text for *_, text in shown}) == sorted({*columns, *rows, "1.20"}) and shown[0][0] >= 0
+    shown = sorted(
+        labels(figures.gain_map("x", columns, rows, tiles)), key=lambda label: (label[2], label)
+    )
+    assert (
+        sorted({text for *_, text in shown}) == sorted({*columns, *rows, "1.20"})
+        and shown[0][0] >= 0
+    )
     for (_, right, y, _), (left, _, below, _) in pairwise(shown):
         assert left >= 0 and (below > y or left > right)
-    bands = [figures.Band(0, w, w + 2 if w < 299 else None, "A", 0, "") for w in (1, *range(101, 300, 2))]
+    bands = [
+        figures.Band(0, w, w + 2 if w < 299 else None, "A", 0, "") for w in (1, *range(101, 300, 2))
+    ]
     begins = re.findall(
         r'font-size: 9px[^>]* y="([\d.]+)">\d+<',
         figures.winner_map("x", ["T=1"], bands, {0: [100.0, 300.0]}, "work units"),
@@ -281,7 +343,9 @@ def test_labels_do_not_overprint():
     assert len(begins) > 2
     assert min(float(b) - float(a) for a, b in pairwise(begins)) >= 8.9
     lines = [figures.Line(f"peer {i}", (1.0, 2.0), (1.0, 2.0), i) for i in range(12)]
-    heights = {text: y for *_, y, text in labels(figures.curves("x", {"T=1": lines}, "work units", "us"))}
+    heights = {
+        text: y for *_, y, text in labels(figures.curves("x", {"T=1": lines}, "work units", "us"))
+    }
     assert max(heights[f"peer {i}"] for i in range(12)) < heights["T=1"] - 10
 
 
@@ -291,24 +355,40 @@ def test_a_users_style_changes_nothing(cpu):
 
     before = figures.share_map("x", ["T=1"], ["8"], [figures.Tile(0, 0, "1:1:8", 0.5, "50", "a")])
     with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path"}):
-        assert figures.share_map("x", ["T=1"], ["8"], [figures.Tile(0, 0, "1:1:8", 0.5, "50", "a")]) == before
+        assert (
+            figures.share_map("x", ["T=1"], ["8"], [figures.Tile(0, 0, "1:1:8", 0.5, "50", "a")])
+            == before
+        )
         assert matplotlib.rcParams["font.size"] == 30
 
 
 def test_many_contracts_are_reached_from_a_table(tmp_path):
-    """Where contracts are many, their numbers and names in the table lead to their sections, and the line of links is without them."""
+    """Where contracts are many, their numbers and names in the table lead to their sections, and
+    the line of links is without them.
+    """
     header = synthetic.run()
-    contracts = [Contract(state_dtype=s, mode=m) for s in ("bf16", "fp16", "fp32") for m in ("update", "frozen")]
-    checks = [Check(contract=c, variant=v.id, status="ok") for c in contracts for v in synthetic.VARIANTS]
+    contracts = [
+        Contract(state_dtype=s, mode=m)
+        for s in ("bf16", "fp16", "fp32")
+        for m in ("update", "frozen")
+    ]
+    checks = [
+        Check(contract=c, variant=v.id, status="ok") for c in contracts for v in synthetic.VARIANTS
+    ]
     cells = [r for c in contracts for r in synthetic.cell(Problem(c, 8, 16, 64), header)]
     page = report([synthetic.write(tmp_path, header, [*checks, *cells], with_table=False)]).html()
     assert Outline(page).open == []
     titles = dict(re.findall(r'<section id="(s\d+)"><h2>(\d+)\. ', page))
-    rows = re.findall(r"<td><a href=#(s\d+)>(\d+)</a></td><td><a href=#(s\d+)>gdn (\w+) (\w+)</a>", page)
+    rows = re.findall(
+        r"<td><a href=#(s\d+)>(\d+)</a></td><td><a href=#(s\d+)>gdn (\w+) (\w+)</a>", page
+    )
     assert len(rows) == len(titles) == 6
     for anchor, number, again, state, mode in rows:
         assert titles[anchor] == number and again == anchor
-        assert f'<section id="{anchor}"><h2>{number}. gdn_decode, {state} state, bf16 input, mode {mode}' in page
+        assert (
+            f'<section id="{anchor}"><h2>{number}. gdn_decode, {state} state, bf16 input, mode {mode}'
+            in page
+        )
     nav = re.search(r"<nav>(.*?)</nav>", page)[1]
     assert "Contracts" in nav and "gdn_decode" not in nav
 
@@ -317,7 +397,9 @@ def test_many_contracts_are_reached_from_a_table(tmp_path):
 
 
 def opened(page, tmp_path):
-    """(DOM after the scripts, what the console said, addresses that the page asked for) of a page in headless Chromium."""
+    """(DOM after the scripts, what the console said, addresses that the page asked for) of a page
+    in headless Chromium.
+    """
     log = tmp_path / "net.json"
     command = [
         BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'profile'}",
@@ -327,8 +409,12 @@ def opened(page, tmp_path):
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     console = re.findall(r"CONSOLE[^\n]*", done.stderr)
-    # The log may lack its last brackets, so it is read as text. What the browser asks for itself has no page that began it.
-    begun = re.findall(r'"initiator":"([^"]*)".*?"url":"((?:https?|wss?)://[^"]*)"', log.read_text(errors="replace"))
+    # The log may lack its last brackets, so it is read as text. What the browser asks for itself
+    # has no page that began it.
+    begun = re.findall(
+        r'"initiator":"([^"]*)".*?"url":"((?:https?|wss?)://[^"]*)"',
+        log.read_text(errors="replace"),
+    )
     asked = {address for page, address in begun if page != "not an origin"}
     return done.stdout, console, asked
 
@@ -336,19 +422,27 @@ def opened(page, tmp_path):
 @in_a_browser
 @pytest.mark.parametrize("name", ["cpu", "h100"])
 def test_opens_without_error_or_network(pages, name, tmp_path):
-    """In Chromium the page's script draws the samples of a cell, the console stays empty, and nothing is asked of a network."""
+    """In Chromium the page's script draws the samples of a cell, the console stays empty, and
+    nothing is asked of a network.
+    """
     dom, console, asked = opened(pages / f"{name}.html", tmp_path)
     assert console == []
     assert asked == set()
     boxes = re.findall(r'<div class="wide samples">.*?</table>', dom, re.S)
     assert len(boxes) == len(embedded((pages / f"{name}.html").read_text(encoding="utf-8"))) == 2
     for box in boxes:
-        assert "chosen" in box and "verified" in box and box.count("<rect") >= len(re.findall("<tr", box)) > 3
+        assert (
+            "chosen" in box
+            and "verified" in box
+            and box.count("<rect") >= len(re.findall("<tr", box)) > 3
+        )
 
 
 @in_a_browser
 def test_every_cell_can_be_chosen(pages, tmp_path):
-    """A click on any cell of a map draws its samples, with the medians of the frame; so does a choice by list."""
+    """A click on any cell of a map draws its samples, with the medians of the frame; so does a
+    choice by list.
+    """
     text = (pages / "cpu.html").read_text(encoding="utf-8")
     probe = """<script>
     const cells = [...document.querySelectorAll("[data-key]")].filter((c) => c.classList.contains("pick"));
@@ -377,7 +471,9 @@ def test_every_cell_can_be_chosen(pages, tmp_path):
 
 @in_a_browser
 def test_the_browser_would_tell(pages, tmp_path):
-    """Control: a picture from elsewhere is refused by the page's policy, and asked for without it; an exception is seen."""
+    """Control: a picture from elsewhere is refused by the page's policy, and asked for without it;
+    an exception is seen.
+    """
     text = (pages / "cpu.html").read_text(encoding="utf-8")
     addition = '<img src="http://elsewhere.invalid/x.png"><script>missing()</script></body>'
     page = tmp_path / "control.html"
@@ -386,5 +482,7 @@ def test_the_browser_would_tell(pages, tmp_path):
     assert any("Content Security Policy" in line for line in console)
     assert any("missing is not defined" in line for line in console)
     assert asked == set()
-    page.write_text(re.sub("<meta http-equiv=[^>]*>", "", text).replace("</body>", addition), encoding="utf-8")
+    page.write_text(
+        re.sub("<meta http-equiv=[^>]*>", "", text).replace("</body>", addition), encoding="utf-8"
+    )
     assert opened(page, tmp_path)[2] == {"http://elsewhere.invalid/x.png"}

@@ -25,10 +25,18 @@ from gdntune.results.journal import Build, Cell, Check, Trial
 
 FAILED = (
     Build(
-        kernel="recurrent", variant="recurrent.tv9", object_key="x", status="failed", reason="tile_v=9 | no\nsuch tile"
+        kernel="recurrent",
+        variant="recurrent.tv9",
+        object_key="x",
+        status="failed",
+        reason="tile_v=9 | no\nsuch tile",
     ),
     Build(
-        kernel="recurrent", variant="recurrent.tv7", object_key="y", status="failed", reason="tile_v=7 | no\nsuch tile"
+        kernel="recurrent",
+        variant="recurrent.tv7",
+        object_key="y",
+        status="failed",
+        reason="tile_v=7 | no\nsuch tile",
     ),
 )
 
@@ -37,7 +45,9 @@ FAILED = (
 def folder(tmp_path_factory):
     """A sweep of 18 cells with two variants that did not compile."""
     header = synthetic.run()
-    return synthetic.write(tmp_path_factory.mktemp("sweep"), header, synthetic.records(header, extra=FAILED))
+    return synthetic.write(
+        tmp_path_factory.mktemp("sweep"), header, synthetic.records(header, extra=FAILED)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +78,12 @@ def test_numbers_follow_from_the_samples(made):
     assert f["bandwidth_gb_s"].to_numpy() == pytest.approx(
         (f["bytes_moved"] / f["median_us"] / 1e3).to_numpy(), abs=0.06
     )
-    assert f["sol"].to_numpy() == pytest.approx((f["bytes_moved"] / f["median_us"] / 3352e3).to_numpy(), abs=1e-4)
-    assert f["over_floor"].to_numpy() == pytest.approx((f["median_us"] / f["floor_us"]).to_numpy(), abs=1e-4)
+    assert f["sol"].to_numpy() == pytest.approx(
+        (f["bytes_moved"] / f["median_us"] / 3352e3).to_numpy(), abs=1e-4
+    )
+    assert f["over_floor"].to_numpy() == pytest.approx(
+        (f["median_us"] / f["floor_us"]).to_numpy(), abs=1e-4
+    )
     assert (f["over_floor"] >= 1).all()
 
 
@@ -88,7 +102,10 @@ def test_a_foreign_table_is_not_believed(folder, tmp_path):
     other = synthetic.write(tmp_path / "a", header, synthetic.records(header, swap=1))
     (other / "table.json").write_bytes((folder / "table.json").read_bytes())
     made = report([other])
-    assert set(made.frame[made.frame["chosen"]]["variant"]) == {synthetic.VARIANTS[1].id, synthetic.VARIANTS[3].id}
+    assert set(made.frame[made.frame["chosen"]]["variant"]) == {
+        synthetic.VARIANTS[1].id,
+        synthetic.VARIANTS[3].id,
+    }
     assert "not of this journal" in made.markdown()
 
 
@@ -145,7 +162,9 @@ def test_sixteen_tokens_are_two_tables():
     cells = [
         r
         for t in range(1, 17)
-        for r in synthetic.cell(Problem(synthetic.contracts((t,), ("bf16",))[0], 512, 16, 64), header)
+        for r in synthetic.cell(
+            Problem(synthetic.contracts((t,), ("bf16",))[0], 512, 16, 64), header
+        )
     ]
     checks = [
         Check(contract=synthetic.contracts((t,), ("bf16",))[0], variant=v.id, status="ok")
@@ -154,7 +173,10 @@ def test_sixteen_tokens_are_two_tables():
     ]
     made = _report_of(header, [*checks, *cells])
     grids = [
-        b for s in made.document.sections for b in s.blocks if isinstance(b, Grid) and b.caption.startswith("Time, us")
+        b
+        for s in made.document.sections
+        for b in s.blocks
+        if isinstance(b, Grid) and b.caption.startswith("Time, us")
     ]
     assert [len(g.headers) for g in grids] == [10, 10]
     assert max(map(len, re.findall(r"^\|.*", made.markdown(), re.M))) <= 100
@@ -169,7 +191,9 @@ def test_long_cells_are_cut():
 
 
 def test_failures_are_counted_by_reason(made):
-    """Two failures that differ in a number are one line with a count of 2; a bar in a reason does not end its cell."""
+    """Two failures that differ in a number are one line with a count of 2; a bar in a reason does
+    not end its cell.
+    """
     text = made.markdown()
     assert re.search(r"^\| build, failed \| tile_v=9 \\\| no such tile +\| +2 \|$", text, re.M)
     assert "`recurrent.tv9`" in text
@@ -181,7 +205,11 @@ def test_failed_trials_stay_rows(tmp_path):
     found = synthetic.records(header)
     last = found.pop()
     crash = Trial(
-        problem=last.problem, variant=synthetic.VARIANTS[2], stage="screen", status="crashed", reason="exit code -11"
+        problem=last.problem,
+        variant=synthetic.VARIANTS[2],
+        stage="screen",
+        status="crashed",
+        reason="exit code -11",
     )
     made = _report_of(header, [*found, crash, last])
     row = made.frame[made.frame["status"] == "crashed"].iloc[0]
@@ -190,10 +218,14 @@ def test_failed_trials_stay_rows(tmp_path):
 
 
 def test_times_beyond_the_dram_are_refused():
-    """Under cold-dirty a share above 100% is no result: the row says so, no such cell is chosen, and the summary counts it."""
+    """Under cold-dirty a share above 100% is no result: the row says so, no such cell is chosen,
+    and the summary counts it.
+    """
     header = synthetic.run(policy={"timer": "cupti", "l2": "cold-dirty"})
     problem = Problem(synthetic.contracts()[0], 512, 16, 64)
-    checks = [Check(contract=problem.contract, variant=v.id, status="ok") for v in synthetic.VARIANTS]
+    checks = [
+        Check(contract=problem.contract, variant=v.id, status="ok") for v in synthetic.VARIANTS
+    ]
     made = _report_of(header, [*checks, *synthetic.cell(problem, header, slow=0.5)])
     assert set(made.frame[made.frame["role"] == "decode"]["status"]) == {"impossible"}
     assert not made.frame["chosen"].any()
@@ -204,7 +236,9 @@ def test_times_beyond_the_dram_are_labelled():
     """Under cold-clean a small working set may exceed 100% honestly: it is labelled L2-assisted."""
     header = synthetic.run()
     problem = Problem(synthetic.contracts()[0], 16, 16, 64)
-    checks = [Check(contract=problem.contract, variant=v.id, status="ok") for v in synthetic.VARIANTS]
+    checks = [
+        Check(contract=problem.contract, variant=v.id, status="ok") for v in synthetic.VARIANTS
+    ]
     made = _report_of(header, [*checks, *synthetic.cell(problem, header, slow=0.6)])
     chosen = made.frame[made.frame["chosen"]].iloc[0]
     assert chosen["sol"] > 1
@@ -213,14 +247,23 @@ def test_times_beyond_the_dram_are_labelled():
 
 
 def test_the_default_rule_is_compared():
-    """Where the default rule's variant was timed, the speed-up over it is in the frame and in a table of its own."""
+    """Where the default rule's variant was timed, the speed-up over it is in the frame and in a
+    table of its own.
+    """
     header = synthetic.run()
     problem = Problem(synthetic.contracts()[0], 8, 16, 64)
     default = kernels.default(problem.contract, problem.work_units, header.device)
-    checks = [Check(contract=problem.contract, variant=v.id, status="ok") for v in (*synthetic.VARIANTS, default)]
+    checks = [
+        Check(contract=problem.contract, variant=v.id, status="ok")
+        for v in (*synthetic.VARIANTS, default)
+    ]
     *trials, closing = synthetic.cell(problem, header)
     best = min(sum(t.samples_us) / len(t.samples_us) for t in trials if t.role == "decode")
-    trials.append(Trial(problem=problem, variant=default, stage="final", status="ok", samples_us=[2 * best] * 20))
+    trials.append(
+        Trial(
+            problem=problem, variant=default, stage="final", status="ok", samples_us=[2 * best] * 20
+        )
+    )
     made = _report_of(header, [*checks, *trials, closing])
     chosen = made.frame[made.frame["chosen"]].iloc[0]
     assert chosen["speedup_over_default"] == pytest.approx(2, rel=0.02)
@@ -228,16 +271,23 @@ def test_the_default_rule_is_compared():
 
 
 def test_several_runs(folder, tmp_path):
-    """Runs that share a config are told apart by policy, and where they choose differently is a table."""
+    """Runs that share a config are told apart by policy, and where they choose differently is a
+    table.
+    """
     header = synthetic.run(policy={"timer": "cupti", "l2": "cold-dirty"})
     other = synthetic.write(tmp_path, header, synthetic.records(header, swap=1))
     made = report([folder, other])
-    assert list(dict.fromkeys(made.frame["run"])) == ["synthetic, cold-clean", "synthetic, cold-dirty"]
+    assert list(dict.fromkeys(made.frame["run"])) == [
+        "synthetic, cold-clean",
+        "synthetic, cold-dirty",
+    ]
     assert "share 18 cells and choose differently at 18" in " ".join(made.markdown().split())
 
 
 def test_policies_are_compared_cell_by_cell(tmp_path):
-    """Two cells with equal work units and other heads are two, in what runs share and where they choose otherwise."""
+    """Two cells with equal work units and other heads are two, in what runs share and where they
+    choose otherwise.
+    """
     contract, folders = synthetic.contracts()[0], []
     for l2, favoured in (("cold-clean", 0), ("cold-dirty", 1)):
         header = synthetic.run(policy={"timer": "cupti", "l2": l2})
@@ -259,17 +309,28 @@ def test_runs_alike_are_numbered(folder):
 
 def test_a_cpu_run(tmp_path):
     """Without a datasheet's peak shares are of the measured one."""
-    header = synthetic.run(synthetic.cpu(), policy={"timer": "cpu", "l2": "cold-clean"}, peaks={"measured": 20.0})
+    header = synthetic.run(
+        synthetic.cpu(), policy={"timer": "cpu", "l2": "cold-clean"}, peaks={"measured": 20.0}
+    )
     made = report([synthetic.write(tmp_path, header, synthetic.records(header, HV=8))])
     assert made.frame["sol"].notna().all()
     assert "20 GB/s (measured)" in made.markdown()
 
 
 def test_an_unfinished_sweep(tmp_path):
-    """A journal that holds a header alone, or checks alone, is reported: no cell, no table, no error."""
+    """A journal that holds a header alone, or checks alone, is reported: no cell, no table, no
+    error.
+    """
     header = synthetic.run()
     for i, found in enumerate(
-        ([], [Check(contract=synthetic.contracts()[0], variant="a", status="failed", reason="wrong")])
+        (
+            [],
+            [
+                Check(
+                    contract=synthetic.contracts()[0], variant="a", status="failed", reason="wrong"
+                )
+            ],
+        )
     ):
         made = report([synthetic.write(tmp_path / str(i), header, found, with_table=False)])
         assert "0 of 0 cells" in made.markdown()
@@ -278,7 +339,9 @@ def test_an_unfinished_sweep(tmp_path):
 
 
 def test_an_interrupted_sweep_is_said(tmp_path):
-    """Fault: a journal that was cut was reported as whole, "N of N cells". Its header says how many cells were asked for."""
+    """Fault: a journal that was cut was reported as whole, "N of N cells". Its header says how many
+    cells were asked for.
+    """
     header = synthetic.run(cells=18)
     found = synthetic.records(header)
     added = synthetic.cell(Problem(synthetic.contracts()[0], 3, 16, 64), header)
@@ -296,14 +359,17 @@ def test_an_interrupted_sweep_is_said(tmp_path):
         text = " ".join(made.markdown().split())
         assert said in text and f"<dd>{said.removesuffix(' cells')}</dd>" in made.html(), text
         unfinished = (
-            "- The sweep was not finished: 5 of 18 cells are done. The same command goes on with the others." in text
+            "- The sweep was not finished: 5 of 18 cells are done. The same command goes on with the others."
+            in text
         )
         assert unfinished == (n < 18)
         # what an older version wrote says nothing of it
         old = _report_of(msgspec.structs.replace(header, cells=msgspec.UNSET), records)
         assert "was not finished" not in old.markdown()
     bench = synthetic.run(cells=18, software={"table for gdn_decode": "none: the default rule"})
-    assert "The bench was not finished: 0 of 18 cells" in " ".join(_report_of(bench, []).markdown().split())
+    assert "The bench was not finished: 0 of 18 cells" in " ".join(
+        _report_of(bench, []).markdown().split()
+    )
 
 
 def test_a_throttled_cell_is_said(tmp_path):
@@ -324,7 +390,10 @@ def test_a_clock_that_moved_is_said(tmp_path):
         "clocks_after": {"sm_mhz": 1620, "memory_mhz": 2619},
     }
     text = _report_of(header, [*rest, msgspec.structs.replace(closing, **looks)]).markdown()
-    assert "1 cells were timed while a clock moved by more than 5%" in text and "held the clocks down" not in text
+    assert (
+        "1 cells were timed while a clock moved by more than 5%" in text
+        and "held the clocks down" not in text
+    )
 
 
 def test_peaks_that_disagree_are_said(tmp_path):
@@ -334,7 +403,9 @@ def test_peaks_that_disagree_are_said(tmp_path):
 
 
 def test_terminal(made):
-    """The terminal has the same tables; colours stand for shares of the peak, and details are left out unless asked for."""
+    """The terminal has the same tables; colours stand for shares of the peak, and details are left
+    out unless asked for.
+    """
     short = terminal(made)
     assert "18 of 18 cells" in short
     assert "Environment" not in short
@@ -347,7 +418,9 @@ def test_terminal(made):
     legend = "below 50%"
     assert legend in out.getvalue() and legend not in terminal(made, details=True)
     plain = io.StringIO()
-    made.terminal(Console(file=plain, width=100, force_terminal=True, color_system="standard", no_color=True))
+    made.terminal(
+        Console(file=plain, width=100, force_terminal=True, color_system="standard", no_color=True)
+    )
     assert legend not in plain.getvalue()
 
 
@@ -384,7 +457,9 @@ def test_numbers():
 
 
 def test_markdown_is_utf8_text(made):
-    """The document ends with a newline and has no trailing blanks, so that editors leave it as it is."""
+    """The document ends with a newline and has no trailing blanks, so that editors leave it as it
+    is.
+    """
     text = markdown(made.document)
     assert text.endswith("\n")
     assert not text.endswith("\n\n\n")
@@ -402,18 +477,27 @@ def _report_of(header, found):
 
 
 def test_the_default_rule_is_the_journals(tmp_path, made):
-    """Fault: a change of the default rule changed the report of a journal that was measured before it."""
+    """Fault: a change of the default rule changed the report of a journal that was measured before
+    it.
+    """
     header = synthetic.run()
     found = synthetic.records(header)
     cells = [r for r in found if isinstance(r, Cell)]
     other = next(
-        r.variant.id for r in found if isinstance(r, Trial) and r.problem == cells[0].problem and r.stage == "final"
+        r.variant.id
+        for r in found
+        if isinstance(r, Trial) and r.problem == cells[0].problem and r.stage == "final"
     )
-    noted = [msgspec.structs.replace(r, default_variant=other) if isinstance(r, Cell) else r for r in found]
+    noted = [
+        msgspec.structs.replace(r, default_variant=other) if isinstance(r, Cell) else r
+        for r in found
+    ]
     frame = report([synthetic.write(tmp_path / "noted", header, noted)]).frame
     assert set(frame.loc[frame["default_mean_us"].notna(), "variant"]) >= {other}
     default = frame[frame["variant"] == other]
-    assert (default["speedup_over_default"].dropna() == 1.0).all() and default["speedup_over_default"].notna().any()
+    assert (default["speedup_over_default"].dropna() == 1.0).all() and default[
+        "speedup_over_default"
+    ].notna().any()
 
 
 @pytest.fixture(scope="module")
@@ -425,18 +509,35 @@ def many(tmp_path_factory):
         Contract(K=96, V=192),
         *(plain.replace(tokens=t) for t in (1, 2, 3, 8)),
         plain.replace(state_dtype="fp32"),
-        plain.replace(mode="frozen", intermediate="indexed", ragged=True, dt_bias_dtype="bf16", tokens=4),
+        plain.replace(
+            mode="frozen", intermediate="indexed", ragged=True, dt_bias_dtype="bf16", tokens=4
+        ),
         plain.replace(layout="v_last", gate="log", gate_dtype="fp32", beta="given", pool=False),
     ]
-    checks = [Check(contract=c, variant=v.id, status="ok") for c in contracts for v in synthetic.VARIANTS]
-    cells = [r for c in contracts for B in (1, 8) for r in synthetic.cell(Problem(c, B, 16, 64), header)]
-    return report([synthetic.write(tmp_path_factory.mktemp("many"), header, [*checks, *cells], with_table=False)])
+    checks = [
+        Check(contract=c, variant=v.id, status="ok") for c in contracts for v in synthetic.VARIANTS
+    ]
+    cells = [
+        r for c in contracts for B in (1, 8) for r in synthetic.cell(Problem(c, B, 16, 64), header)
+    ]
+    return report(
+        [
+            synthetic.write(
+                tmp_path_factory.mktemp("many"), header, [*checks, *cells], with_table=False
+            )
+        ]
+    )
 
 
 def test_many_contracts_have_a_table_of_contents(many, made):
-    """From four sections on contracts are numbered, usual ones first, and a table says of each what it is and how near to the floor."""
+    """From four sections on contracts are numbered, usual ones first, and a table says of each what
+    it is and how near to the floor.
+    """
     text = many.markdown()
-    rows = [[c.strip() for c in row.split("|")[1:-1]] for row in re.findall(r"^\| \d+ +\| gdn .*", text, re.M)]
+    rows = [
+        [c.strip() for c in row.split("|")[1:-1]]
+        for row in re.findall(r"^\| \d+ +\| gdn .*", text, re.M)
+    ]
     assert [row[:5] for row in rows] == [
         ["1", "gdn bf16 update", "", "1-3,8", "8"],
         ["2", "gdn fp32 update", "", "1", "2"],
@@ -444,7 +545,9 @@ def test_many_contracts_have_a_table_of_contents(many, made):
         ["4", "gdn bf16 update", rows[3][2], "1", "2"],
         ["5", "gdn bf16 update", "K=96, V=192", "1", "2"],
     ]
-    assert "V-last, log gate, fp32 gate, beta given, no pool".startswith(rows[3][2].removesuffix("..."))
+    assert "V-last, log gate, fp32 gate, beta given, no pool".startswith(
+        rows[3][2].removesuffix("...")
+    )
     assert re.findall(r"^## (\d)\. ", text, re.M) == ["1", "2", "3", "4", "5"]
     worst = many.frame[many.frame["chosen"] & (many.frame["K"] == 96)]["over_floor"].max()
     assert float(rows[4][6]) == pytest.approx(worst, abs=0.006)
@@ -464,7 +567,9 @@ def test_an_unfinished_contract_has_a_row(many, tmp_path):
     """A contract none of whose cells is timed stands in the table of contents, without numbers."""
     header = synthetic.run()
     checks = [
-        Check(contract=Contract(state_dtype=s, mode=m), variant="a", status="failed", reason="wrong")
+        Check(
+            contract=Contract(state_dtype=s, mode=m), variant="a", status="failed", reason="wrong"
+        )
         for s in ("bf16", "fp32")
         for m in ("update", "frozen")
     ]
@@ -473,7 +578,9 @@ def test_an_unfinished_contract_has_a_row(many, tmp_path):
 
 
 def benched(header, found, choice, default="z", peer_trials=()):
-    """A sweep's records as a bench's: each cell closes with what was called, and what the default rule says."""
+    """A sweep's records as a bench's: each cell closes with what was called, and what the default
+    rule says.
+    """
     made = []
     for r in found:
         if isinstance(r, Cell):
@@ -484,7 +591,9 @@ def benched(header, found, choice, default="z", peer_trials=()):
 
 
 def test_whose_choice_a_bench_timed():
-    """Fault: a bench without a table said "cells have a tuned variant", of times of the default rule's choice."""
+    """Fault: a bench without a table said "cells have a tuned variant", of times of the default
+    rule's choice.
+    """
     header, one, other = synthetic.run(), synthetic.VARIANTS[0].id, synthetic.VARIANTS[1].id
     found = synthetic.records(header, batches=(1, 8))
     for default, choice, said in (
@@ -512,14 +621,21 @@ def test_peers_that_are_not_here_and_that_do_not_serve():
 
     def lost(name, reason, status="failed"):
         variant = Variant("peer:" + name.partition(".")[0], "peer:" + name, {})
-        return lambda p: Trial(problem=p, variant=variant, role="peer", stage="final", status=status, reason=reason)
+        return lambda p: Trial(
+            problem=p, variant=variant, role="peer", stage="final", status=status, reason=reason
+        )
 
     peer_trials = [
         lost("absent", lacking), lost("narrow", "decode: tokens=1, accepted is 2"), lost("wrong.decode", "check failed"),
         lost("crashing.decode", "exit code -11", "crashed"),
     ]  # fmt: skip
     made = _report_of(
-        *benched(header, synthetic.records(header), lambda p: synthetic.VARIANTS[0].id, peer_trials=peer_trials)
+        *benched(
+            header,
+            synthetic.records(header),
+            lambda p: synthetic.VARIANTS[0].id,
+            peer_trials=peer_trials,
+        )
     )
     text = " ".join(made.markdown().split())
     for said in (
@@ -533,18 +649,26 @@ def test_peers_that_are_not_here_and_that_do_not_serve():
     ):
         assert said in text
     found = {p["peer"]: p for p in made.peers()}
-    assert found["absent"]["untimed"] == {"not installed": 18} and found["crashing"]["untimed"] == {"crashed": 18}
-    assert found["absent"]["without_times"] == {"absent: not installed: pip install x (no package no_such_package)": 18}
+    assert found["absent"]["untimed"] == {"not installed": 18} and found["crashing"]["untimed"] == {
+        "crashed": 18
+    }
+    assert found["absent"]["without_times"] == {
+        "absent: not installed: pip install x (no package no_such_package)": 18
+    }
 
 
 def test_contracts_that_only_passed_their_check_are_left_out():
     """Fault: an unfinished bench listed contracts with 0 cells. One whose check failed has its row."""
     header = synthetic.run()
-    found = [r for r in synthetic.records(header) if isinstance(r, Check) or getattr(r, "problem", None)]
+    found = [
+        r for r in synthetic.records(header) if isinstance(r, Check) or getattr(r, "problem", None)
+    ]
     done = [r for r in found if isinstance(r, Check) or r.problem.contract.state_dtype == "bf16"]
     text = _report_of(header, done).markdown()
     assert "bf16 state" in text and "fp32 state" not in text
-    wrong = Check(contract=Contract(state_dtype="fp32"), variant="a", status="failed", reason="wrong")
+    wrong = Check(
+        contract=Contract(state_dtype="fp32"), variant="a", status="failed", reason="wrong"
+    )
     assert "fp32 state" in _report_of(header, [*done, wrong]).markdown()
 
 
@@ -572,7 +696,13 @@ def test_the_commands_to_reproduce_can_be_run(command, folder):
 
 def test_ranges():
     """Runs of three and more by their ends."""
-    assert [ranges(x) for x in ([], [5], [2, 1], [1, 2, 3, 8], [2, 4, 8])] == ["", "5", "1,2", "1-3,8", "2,4,8"]
+    assert [ranges(x) for x in ([], [5], [2, 1], [1, 2, 3, 8], [2, 4, 8])] == [
+        "",
+        "5",
+        "1,2",
+        "1-3,8",
+        "2,4,8",
+    ]
 
 
 def test_csv_dtypes(made):
@@ -586,16 +716,22 @@ def test_csv_dtypes(made):
 
 
 def test_choices_with_another_regret(folder):
-    """`regret` gives the choices of a replay with it, whatever table lies in the folder, and the report says so."""
+    """`regret` gives the choices of a replay with it, whatever table lies in the folder, and the
+    report says so.
+    """
     wide = report([folder], regret=0.2)
     assert wide.sources[0].table.rules == judge.replay(folder, regret=0.2).table.rules
     assert wide.sources[0].table.rules != report([folder]).sources[0].table.rules
-    assert "The choices are those of `gdntune replay --regret 0.2`." in " ".join(wide.markdown().split())
+    assert "The choices are those of `gdntune replay --regret 0.2`." in " ".join(
+        wide.markdown().split()
+    )
 
 
 @pytest.mark.parametrize("width", [20, 60, 80, 100])
 def test_nothing_is_cut_in_the_terminal(width):
-    """Fault: at 80 columns numbers were cut to their first digit, and long ids until rows meant nothing. Words go on in the next line."""
+    """Fault: at 80 columns numbers were cut to their first digit, and long ids until rows meant
+    nothing. Words go on in the next line.
+    """
     name = "recurrent.tv64.ilp4.vec8.ln8.th128.early.spread.heads"
     grid = Grid("", ("variant", "us", "regret %"), ((name, "389.123", "12.34"),), left=1)
     out = io.StringIO()
@@ -603,6 +739,7 @@ def test_nothing_is_cut_in_the_terminal(width):
     lines = out.getvalue().splitlines()
     assert any("389.123" in line and "12.34" in line for line in lines)
     folded = "".join(
-        line.split("  ")[0].strip() for line in lines[lines.index(next(x for x in lines if "389.123" in x)) :]
+        line.split("  ")[0].strip()
+        for line in lines[lines.index(next(x for x in lines if "389.123" in x)) :]
     )
     assert folded == name and "..." not in out.getvalue() and "…" not in out.getvalue()

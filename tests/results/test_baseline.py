@@ -1,4 +1,6 @@
-"""gdntune/baseline.py: speed-ups over a peer, an entry, a variant, the default rule or another run, in tables and in the CSV."""
+"""gdntune/baseline.py: speed-ups over a peer, an entry, a variant, the default rule or another run,
+in tables and in the CSV.
+"""
 
 import io
 
@@ -19,7 +21,8 @@ ADDED = ["baseline", "baseline_us", "speedup_over_baseline"]
 
 
 def with_peers(header, **options):
-    """A made-up run in which a peer has two entries, 2 and 3 times the floor's time; none at T=4."""
+    """A made-up run in which a peer has two entries, 2 and 3 times the floor's time; none at T=4.
+    """
     found = []
     for r in synthetic.records(header, **options):
         found.append(r)
@@ -50,7 +53,9 @@ def test_without_one_nothing_changes(folders):
 
 
 def test_a_peer(folders):
-    """A peer's fastest entry counts; where it has no time there is no number; floors are not compared."""
+    """A peer's fastest entry counts; where it has no time there is no number; floors are not
+    compared.
+    """
     made = report(folders[:1], baseline="other")
     f = made.frame
     assert list(f.columns) == [*COLUMNS, *ADDED] and set(f["baseline"]) == {"other"}
@@ -75,7 +80,8 @@ def test_one_entry_of_a_peer(folders):
 
 
 def test_a_variant(folders):
-    """A variant's id: each cell where it was timed, screening samples too where it has no others."""
+    """A variant's id: each cell where it was timed, screening samples too where it has no others.
+    """
     name = synthetic.VARIANTS[3].id
     made = report(folders[:1], baseline=name)
     its = made.frame[made.frame["variant"] == name]
@@ -85,7 +91,9 @@ def test_a_variant(folders):
 
 
 def test_another_run(folders):
-    """Its choices at the same cells, across runs; a cell that it lacks has no number, and its own are 1."""
+    """Its choices at the same cells, across runs; a cell that it lacks has no number, and its own
+    are 1.
+    """
     made = report(folders, baseline="two")
     f = made.frame[made.frame["chosen"]]
     assert (f[f["run"] == "two"]["speedup_over_baseline"] == 1).all()
@@ -110,7 +118,9 @@ def test_the_default_rule(tmp_path):
 
 
 def test_the_csv_reads_back(folders):
-    """pandas gives the added columns' dtypes back too, without an index column, and twice the same bytes."""
+    """pandas gives the added columns' dtypes back too, without an index column, and twice the same
+    bytes.
+    """
     made = report(folders, baseline="two")
     back = pd.read_csv(io.StringIO(made.csv()))
     assert (back.dtypes == made.frame.dtypes).all() and list(back.columns) == list(made.frame.columns)

@@ -47,7 +47,9 @@ def verdicts(found):
 
 
 def test_verdicts(tmp_path):
-    """Faster and slower beyond a tie, the same within it, unclear where noise does not let it be said."""
+    """Faster and slower beyond a tie, the same within it, unclear where noise does not let it be
+    said.
+    """
     a = folder(tmp_path / "a", {w: {"a": samples(100, seed=w)} for w in (8, 16, 32, 64)})
     b = folder(
         tmp_path / "b",
@@ -68,7 +70,9 @@ def test_verdicts(tmp_path):
 
 
 def test_a_journal_is_the_same_as_itself(tmp_path):
-    """Fault: noisy cells of a journal were UNCLEAR against themselves, at a ratio of 1.000, as if drawn twice."""
+    """Fault: noisy cells of a journal were UNCLEAR against themselves, at a ratio of 1.000, as if
+    drawn twice.
+    """
     a = folder(tmp_path / "a", {w: {"a": samples(30 + w, 0.15, seed=w)} for w in range(1, 20)})
     found = compare.compare(a, a)
     assert {c.verdict for c in found.cells} == {"SAME"}
@@ -93,7 +97,9 @@ def test_chosen_or_named(tmp_path):
 
 
 def test_of_many_variants_the_like_are_listed(tmp_path, monkeypatch):
-    """Fault: a wrong --variant was refused without any of those that are right. Of many, those are listed that are most like it."""
+    """Fault: a wrong --variant was refused without any of those that are right. Of many, those are
+    listed that are most like it.
+    """
     monkeypatch.setattr(compare, "LISTED", 2)
     a = folder(tmp_path, {8: {name: samples(100) for name in ("r.tv8", "r.tv16", "r.tv32")}})
     with pytest.raises(
@@ -111,7 +117,8 @@ def test_too_few_samples_decide_nothing(tmp_path):
 
 
 def test_what_cannot_be_compared(tmp_path):
-    """Two policies are refused, and journals without a common cell; another device or code is said."""
+    """Two policies are refused, and journals without a common cell; another device or code is said.
+    """
     a = folder(tmp_path / "a", {8: {"a": samples(100)}})
     dirty = synthetic.run(policy={"timer": "cupti", "l2": "cold-dirty"})
     b = folder(tmp_path / "b", {8: {"a": samples(100)}}, dirty)
@@ -177,7 +184,9 @@ def test_the_interval_scales(times, factor):
 
 
 def test_document(tmp_path):
-    """What is printed counts the verdicts and shows the cells that are not SAME, and as detail the others: each cell once."""
+    """What is printed counts the verdicts and shows the cells that are not SAME, and as detail the
+    others: each cell once.
+    """
     a = folder(tmp_path / "a", {8: {"a": samples(100)}, 16: {"a": samples(100)}})
     b = folder(tmp_path / "b", {8: {"a": samples(120)}, 16: {"a": samples(100)}})
     found = compare.compare(a, b)

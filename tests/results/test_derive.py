@@ -92,7 +92,9 @@ def boundary(low, high, run=RUN):
     ],
 )
 def test_boundaries_are_ends_of_waves(low, high, last):
-    """Two cells that differ meet where a wave of blocks is full; the first interval starts at 1, the last has no end."""
+    """Two cells that differ meet where a wave of blocks is full; the first interval starts at 1,
+    the last has no end.
+    """
     assert RUN.device.sm_count == 132
     assert boundary(low, high) == last
 
@@ -110,7 +112,8 @@ def test_boundaries_are_ends_of_waves(low, high, last):
     ],
 )
 def test_a_variant_that_loses_little_at_both_cells_has_what_lies_between(a_at_high, b_at_low, last):
-    """Fault: 5.6% lost at 232 work units, where the variant of 224 was best and lost 1.2% at 256."""
+    """Fault: 5.6% lost at 232 work units, where the variant of 224 was best and lost 1.2% at 256.
+    """
     low = {"a": 100.0} | ({} if b_at_low is None else {"b": 100 * b_at_low})
     high = {"b": 100.0} | ({} if a_at_high is None else {"a": 100 * a_at_high})
     found = derive([*checks(), *cell(224, **low), *cell(256, **high)], RUN, regret=0.01).rules[0].intervals
@@ -146,7 +149,9 @@ def test_ties_know_the_clocks_step():
 
 
 def test_order_of_preferences():
-    """Fewest intervals, then fewest variants, then least regret, then the variant that trials name first."""
+    """Fewest intervals, then fewest variants, then least regret, then the variant that trials name
+    first.
+    """
     fewest_variants = [*checks(), *cell(8, a=100), *cell(16, b=100, c=101, d=100.5), *cell(32, a=100), *cell(64, c=100)]
     assert [v for _, _, v in chosen(fewest_variants)] == ["a", "c", "a", "c"]
     least_regret = [*checks(), *cell(8, a=100.5, b=100), *cell(16, a=100.2, b=100.4)]
@@ -156,7 +161,9 @@ def test_order_of_preferences():
 
 
 def test_a_failed_check_excludes_a_variant():
-    """A variant that is wrong, or was never checked at this contract, is chosen nowhere, however fast."""
+    """A variant that is wrong, or was never checked at this contract, is chosen nowhere, however
+    fast.
+    """
     records = [*cell(8, a=1, b=2, c=3), *cell(16, a=1, b=2, c=3)]
     other = checks("a", CONTRACT.replace(tokens=2))
     assert chosen([*checks("bc"), *other, *records]) == [(1, None, "b")]
@@ -167,7 +174,9 @@ def test_a_failed_check_excludes_a_variant():
 
 @pytest.mark.parametrize("status", ["crashed", "timeout"])
 def test_a_crash_excludes_a_variant(status):
-    """A variant that crashed or hung at one cell is chosen at none of the contract; one that failed, only not there."""
+    """A variant that crashed or hung at one cell is chosen at none of the contract; one that
+    failed, only not there.
+    """
     records = [*checks(), *cell(8, a=1, b=2), *cell(16, a=1, b=2)]
     assert chosen([*records, trial(32, "a", 1, status=status)]) == [(1, None, "b")]
     assert chosen([*records, *cell(32, b=2), trial(32, "a", 1, status="failed")]) == [(1, 16, "a"), (17, None, "b")]
@@ -181,7 +190,9 @@ def test_a_variant_without_final_samples_is_not_acceptable():
 
 
 def test_a_repeated_cell_replaces_the_first():
-    """Of several passes over a cell the last that closed as ok counts; an open or failed one does not."""
+    """Of several passes over a cell the last that closed as ok counts; an open or failed one does
+    not.
+    """
     first, second = cell(8, a=1, b=2), cell(8, a=2, b=1)
     assert chosen([*checks(), *first, *second]) == [(1, None, "b")]
     assert chosen([*checks(), *first, *cell(8, status="failed", a=2, b=1)]) == [(1, None, "a")]
@@ -198,7 +209,9 @@ def test_a_later_attempt_replaces_an_earlier_one():
 
 
 def test_equal_work_units_take_the_most_heads():
-    """Two problems with equal work units are one cell, whose times come from that with more heads, in any order."""
+    """Two problems with equal work units are one cell, whose times come from that with more heads,
+    in any order.
+    """
     wide = [
         msgspec.structs.replace(r, problem=Problem(CONTRACT, 1, 1, 8))
         for r in cell(8, a=2, b=1)
@@ -209,7 +222,8 @@ def test_equal_work_units_take_the_most_heads():
 
 
 def test_evidence():
-    """Each interval carries what was measured inside it, with floor, speed of light and runner-up."""
+    """Each interval carries what was measured inside it, with floor, speed of light and runner-up.
+    """
     records = [*checks(), *cell(64, a=4, b=5, floor_us=3.5), *cell(128, a=4.004, b=4), *cell(4096, c=100, a=120)]
     t = derive(records, RUN)
     one, two = t.rules[0].intervals
@@ -237,7 +251,9 @@ def test_floor_falls_back_to_its_screen():
 
 
 def test_a_device_without_a_known_peak():
-    """Of a CPU the measured peak serves; without one there is no share, and the label comes from time and sizes."""
+    """Of a CPU the measured peak serves; without one there is no share, and the label comes from
+    time and sizes.
+    """
     cpu = msgspec.structs.replace(RUN.device, kind="cpu", peak_gb_s=None, peak_source="unknown")
     records = [*checks(), *cell(8, a=100)]
     for peaks, expected in (({}, None), ({"measured": 50.0}, round(sol.sol(sol.bytes_moved(problem(8)), 100, 50), 4))):
@@ -246,7 +262,9 @@ def test_a_device_without_a_known_peak():
 
 
 def test_impossible_times_are_refused():
-    """A time below bytes over peak under cold-dirty, or of a clock that stands still, gives no table."""
+    """A time below bytes over peak under cold-dirty, or of a clock that stands still, gives no
+    table.
+    """
     dirty = msgspec.structs.replace(RUN, policy={"timer": "cupti", "l2": "cold-dirty"})
     with pytest.raises(MeasurementError, match="cold-dirty"):
         derive([*checks(), *cell(4096, a=1)], dirty)
@@ -256,7 +274,9 @@ def test_impossible_times_are_refused():
 
 
 def test_origin():
-    """A table tells its journal, run and failures; `kernels` are the fingerprints of the kernels that it names."""
+    """A table tells its journal, run and failures; `kernels` are the fingerprints of the kernels
+    that it names.
+    """
     records = [
         Build(kernel="recurrent", variant="z", object_key="", status="failed", reason="spills"),
         *checks("a"),
@@ -273,7 +293,9 @@ def test_origin():
 
 
 def test_held_out_cells_judge():
-    """Cells held out have no part in the choice; their regret is in the evidence, where the choice was timed."""
+    """Cells held out have no part in the choice; their regret is in the evidence, where the choice
+    was timed.
+    """
     records = [*checks(), *cell(8, a=1, b=2), *cell(16, a=2.5, b=2), *cell(20, b=2), *cell(32, a=1, b=2)]
     t = derive(records, RUN, held_out={problem(16), problem(20)})
     assert [(i.first, i.last, i.variant) for i in t.rules[0].intervals] == [(1, None, "a")]
@@ -281,7 +303,9 @@ def test_held_out_cells_judge():
 
 
 def test_held_out_cells_are_judged_by_the_screen_too():
-    """A choice that was no leader at a held-out cell counts, by the rounds that it shares with the best; that is where tables fail."""
+    """A choice that was no leader at a held-out cell counts, by the rounds that it shares with the
+    best; that is where tables fail.
+    """
     held = [trial(16, n, us, stage="screen") for n, us in (("a", 3), ("b", 2))]
     records = [*checks(), *cell(8, a=1, b=2), *held, *cell(16, b=2), *cell(32, a=1, b=2)]
     t = derive(records, RUN, held_out={problem(16)})
@@ -289,7 +313,9 @@ def test_held_out_cells_are_judged_by_the_screen_too():
 
 
 def test_cells_that_the_journal_marks_are_held_out():
-    """A sweep's own held-out cells need no one to name them; bisection's have a part in choosing. The mean is in the evidence."""
+    """A sweep's own held-out cells need no one to name them; bisection's have a part in choosing.
+    The mean is in the evidence.
+    """
 
     def marked(work_units, purpose, **means):
         return [*cell(work_units, **means)[:-1], Cell(problem=problem(work_units), status="ok", purpose=purpose)]
@@ -310,13 +336,17 @@ def test_cells_that_the_journal_marks_are_held_out():
 
 
 def test_tables_without_held_out_cells_have_no_mean():
-    """A table of a journal from before there were means is the same to the byte: the key is left out."""
+    """A table of a journal from before there were means is the same to the byte: the key is left
+    out.
+    """
     t = derive([*checks(), *cell(8, a=1)], RUN)
     assert "held_out_regret_mean" not in msgspec.json.encode(t).decode()
 
 
 def test_the_header_says_how_a_table_is_derived():
-    """A header's regret and default count where the caller gives none; a header of an older version has neither."""
+    """A header's regret and default count where the caller gives none; a header of an older version
+    has neither.
+    """
     records = [*checks(), *cell(8, a=100, b=105), *cell(16, a=105, b=100)]
     wide = msgspec.structs.replace(RUN, regret=0.1)
     assert len(derive(records, RUN).rules[0].intervals) == 2
@@ -332,7 +362,9 @@ def test_the_header_says_how_a_table_is_derived():
 
 
 def test_a_tie_leaves_the_default():
-    """Of equally few intervals and variants that with the default rule's variant wins, though its mean is a little worse."""
+    """Of equally few intervals and variants that with the default rule's variant wins, though its
+    mean is a little worse.
+    """
     records = [*checks(), *cell(8, a=100, b=100.5), *cell(16, a=100, b=100.9)]
     assert chosen(records) == [(1, None, "a")]
     assert chosen(records, default=lambda c, w: "b") == [(1, None, "b")]
@@ -342,7 +374,9 @@ def test_a_tie_leaves_the_default():
 
 
 def test_the_default_cuts_no_interval():
-    """The default rule's steps do not cut an interval that one variant serves: fewest intervals come first."""
+    """The default rule's steps do not cut an interval that one variant serves: fewest intervals
+    come first.
+    """
     records = [*checks(), *cell(8, a=100, b=110), *cell(16, a=100.5, b=100), *cell(32, a=100, b=110)]
     assert chosen(records, default=lambda c, w: "b") == [(1, None, "a")]
     # A wider budget makes more acceptable, but not a tie.
@@ -396,7 +430,9 @@ sweeps = st.dictionaries(
 @settings(deadline=None)
 @given(sweeps, st.sets(st.sampled_from(NAMES), max_size=5), st.randoms())
 def test_any_sweep(sweep, wrong, chance):
-    """Intervals are total and ordered, regret is within the budget, wrong variants are out, the cells' order is of no account."""
+    """Intervals are total and ordered, regret is within the budget, wrong variants are out, the
+    cells' order is of no account.
+    """
     cells = [cell(w, **times) for w, times in sweep.items()]
     proofs = [Check(contract=CONTRACT, variant=n, status="failed" if n in wrong else "ok") for n in NAMES]
     right = {w: {n: us for n, us in times.items() if n not in wrong} for w, times in sweep.items()}
@@ -437,7 +473,9 @@ def cost(cells, rank, kept, choice):
     st.lists(st.sampled_from(NAMES), min_size=6, max_size=6) | st.just([None] * 6),
 )
 def test_choose_is_exact(cells, kept):
-    """No other choice is better than the one taken, by trying all of them, with the default rule's choices and without."""
+    """No other choice is better than the one taken, by trying all of them, with the default rule's
+    choices and without.
+    """
     rank = {name: i for i, name in enumerate(NAMES)}
     kept = kept[: len(cells)]
     best = min(itertools.product(*cells), key=functools.partial(cost, cells, rank, kept))
@@ -447,7 +485,9 @@ def test_choose_is_exact(cells, kept):
 
 
 def test_choose_stays_quick_where_nothing_agrees():
-    """Forty cells with ten acceptable variants each, at random: more states than are followed, and yet the fewest intervals."""
+    """Forty cells with ten acceptable variants each, at random: more states than are followed, and
+    yet the fewest intervals.
+    """
     chance = random.Random(0)
     names = [f"v{i:02}" for i in range(40)]
     cells = [{n: chance.random() / 100 for n in chance.sample(names, 10)} for _ in range(40)]
@@ -462,7 +502,9 @@ def test_choose_stays_quick_where_nothing_agrees():
 
 
 def test_a_smaller_regret_takes_less_of_the_clocks_step():
-    """Fault: two sweeps' means differed by half a step, and a choice a step behind in one was one and a half behind in the other."""
+    """Fault: two sweeps' means differed by half a step, and a choice a step behind in one was one
+    and a half behind in the other.
+    """
     records = [*checks("ab"), *cell(8, a=2.0 + 0.030, b=2.0), *cell(16, a=3.0, b=3.5)]
     chosen = {r: [i.variant for i in derive(records, RUN, regret=r).rules[0].intervals] for r in (0.01, 0.005, 0.0)}
     assert chosen == {0.01: ["a"], 0.005: ["b", "a"], 0.0: ["b", "a"]}

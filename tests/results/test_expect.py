@@ -1,4 +1,6 @@
-"""gdntune/expect.py, resources.py and render/expect.py: what is said of a GPU that is not here, and what is not."""
+"""gdntune/expect.py, resources.py and render/expect.py: what is said of a GPU that is not here, and
+what is not.
+"""
 
 import re
 from pathlib import Path
@@ -42,7 +44,9 @@ contracts: [{op: gdn_decode, mode: update, state_dtype: bf16}]
 
 
 def journal_of(*contracts, batches=(1, 8, 64, 512), slow=1.0, l2="cold-clean", device=H100, theirs=0.0, status="ok"):
-    """A made-up sweep; with `theirs`, FlashInfer's kernel beside ours, so many times as slow, and its check's outcome."""
+    """A made-up sweep; with `theirs`, FlashInfer's kernel beside ours, so many times as slow, and
+    its check's outcome.
+    """
     header = synthetic.run(device, policy={"timer": "cupti", "l2": l2})
     found = [Check(contract=c, variant=v.id, status="ok") for c in contracts for v in synthetic.VARIANTS]
     for c in contracts:
@@ -89,7 +93,9 @@ def test_of_the_same_gpu_it_says_what_was_measured():
 
 
 def test_the_formula():
-    """Of a GPU with twice the bandwidth and as many SMs, the floor's transfer takes half; all else stays."""
+    """Of a GPU with twice the bandwidth and as many SMs, the floor's transfer takes half; all else
+    stays.
+    """
     double = msgspec.structs.replace(H100, name="twice", peak_gb_s=2 * H100.peak_gb_s)
     header, records = journal_of(Contract())
     model = Model([(header, records)], double)
@@ -113,7 +119,9 @@ def test_the_load_of_an_sm_is_the_same():
 
 @given(st.integers(1, 40000), st.floats(500, 16000), st.integers(20, 300))
 def test_expected_lies_between(units, peak, sms):
-    """A time is positive, not above `most` where the SMs' share of the DRAM grows, and grows with the work."""
+    """A time is positive, not above `most` where the SMs' share of the DRAM grows, and grows with
+    the work.
+    """
     target = msgspec.structs.replace(B200, peak_gb_s=peak, sm_count=sms)
     model = MODELS.setdefault((peak, sms), Model([MADE], target))
     line = model.line(Contract(), "cold-clean")
@@ -152,7 +160,9 @@ def test_no_floor_no_word():
 
 
 def test_which_line():
-    """The policy asked for comes first, then the most cells; the dtypes of parameters do not count, those of the state do."""
+    """The policy asked for comes first, then the most cells; the dtypes of parameters do not count,
+    those of the state do.
+    """
     bf16 = Contract(dt_bias_dtype="bf16")
     few = journal_of(Contract(), batches=(8, 64), slow=2.0, l2="cold-dirty")
     model = Model([few, journal_of(bf16)], B200)
@@ -213,7 +223,9 @@ def tiny():
 
 
 def test_resources(tiny):
-    """Each object once, with every T that it serves; registers are the manifest's, a block's threads and memory the config's."""
+    """Each object once, with every T that it serves; registers are the manifest's, a block's
+    threads and memory the config's.
+    """
     built = outcomes(tiny)
     found = resources([tiny, tiny], B200, built)
     assert len(found) == len({b.spec.key for b in built}) - 1  # without what empties L2
@@ -256,7 +268,9 @@ def page_of(tiny, model, spills=(), failed=()):
 
 
 def test_the_page(tiny):
-    """Every column of the model's is marked, nothing is cut, and figures stand beside the published ones."""
+    """Every column of the model's is marked, nothing is cut, and figures stand beside the published
+    ones.
+    """
     dense = Contract(tokens=4, mode="frozen", intermediate="dense")
     model = Model([journal_of(Contract(), Contract(tokens=8), dense, theirs=1.25)], B200)
     text = page_of(tiny, model)
@@ -285,7 +299,8 @@ def test_what_spills_and_what_failed_is_named(tiny):
 
 
 def test_of_another_gpu_nothing_stands_beside(tiny):
-    """Published figures are of a B200: beside another GPU's expected times they would say nothing."""
+    """Published figures are of a B200: beside another GPU's expected times they would say nothing.
+    """
     b300 = arch.target("sm_103a")
     built = outcomes(tiny)
     text = markdown(
@@ -298,7 +313,9 @@ def test_of_another_gpu_nothing_stands_beside(tiny):
 
 
 def test_the_command(tmp_path, monkeypatch):
-    """It compiles what configs name, writes the page with the command that makes it, and its exit code tells of spills."""
+    """It compiles what configs name, writes the page with the command that makes it, and its exit
+    code tells of spills.
+    """
     from gdntune.cli.app import app
     from gdntune.objects import build
 
@@ -318,7 +335,9 @@ def test_the_command(tmp_path, monkeypatch):
 
 
 def test_the_shipped_page_is_of_the_variants_of_today():
-    """docs/blackwell.md lists the variants that the configs try, at T=1 and beyond; its own command makes it anew where it does not."""
+    """docs/blackwell.md lists the variants that the configs try, at T=1 and beyond; its own command
+    makes it anew where it does not.
+    """
     text = PAGE.read_text()
     listed = set(re.findall(r"^\| ((?:tv|rw|t)\d\S*) ", text, re.M))
     tried = set()

@@ -1,4 +1,6 @@
-"""gdntune/exports.py: Kernel Tuner's T4 files and flashinfer-bench's traces, as their readers take them."""
+"""gdntune/exports.py: Kernel Tuner's T4 files and flashinfer-bench's traces, as their readers take
+them.
+"""
 
 import json
 import re
@@ -17,7 +19,8 @@ from gdntune.report.report import report
 from gdntune.results import exports
 from gdntune.results.journal import Build, Cell, Check, Trial
 
-# What kernel_tuner/schema/T4/1.0.0/results-schema.json of github.com/KernelTuner/kernel_tuner asks for, in our words; stricter where it
+# What kernel_tuner/schema/T4/1.0.0/results-schema.json of github.com/KernelTuner/kernel_tuner asks
+# for, in our words; stricter where it
 # leaves a type open that its readers rely on.
 NUMBERS = {"type": "array", "items": {"type": "number"}}
 MEASUREMENT = {
@@ -101,7 +104,9 @@ def traces(export):
 
 
 def test_t4_of_each_cell(tmp_path):
-    """A file a cell that its schema accepts: every variant tried is a configuration of knobs, with its samples in ms; no floor, no peer."""
+    """A file a cell that its schema accepts: every variant tried is a configuration of knobs, with
+    its samples in ms; no floor, no peer.
+    """
     problems = [Problem(DECODE, B, 8, 16) for B in (1, 4)]
     trial = Trial(problem=problems[0], variant=PEER, role="peer", stage="final", status="ok", samples_us=[5.0] * 9)
     made = made_of(tmp_path, *problems, extra=[trial])
@@ -146,7 +151,9 @@ def test_t4_of_failures(tmp_path, status, invalidity):
 
 
 def test_refused_times_are_no_results(tmp_path):
-    """A share of the DRAM's peak above 100% under cold-dirty is refused: no objective in T4, no latency in a trace."""
+    """A share of the DRAM's peak above 100% under cold-dirty is refused: no objective in T4, no
+    latency in a trace.
+    """
     header, problem = synthetic.run(policy={"timer": "cupti", "l2": "cold-dirty"}), Problem(DECODE, 512, 8, 16)
     checks = [Check(contract=DECODE, variant=v.id, status="ok") for v in synthetic.VARIANTS]
     records = [*checks, *synthetic.cell(problem, header, slow=0.5)]
@@ -159,7 +166,9 @@ def test_refused_times_are_no_results(tmp_path):
 
 
 def test_t4_of_what_never_was_timed(tmp_path):
-    """A variant that failed its check is invalid at each cell of its contract; what did not compile is counted, not placed."""
+    """A variant that failed its check is invalid at each cell of its contract; what did not compile
+    is counted, not placed.
+    """
     problems = [Problem(DECODE, B, 8, 16) for B in (1, 4)]
     header = synthetic.run()
     known = kernels.variants(DECODE, header.device)[-1]
@@ -225,20 +234,26 @@ def test_definitions(contract, name):
     ids=lambda x: x.key() if isinstance(x, Contract) else None,
 )
 def test_what_no_definition_fits(contract, reason):
-    """Anything else is refused with what is not as the definition has it; V-last is told apart although K=V."""
+    """Anything else is refused with what is not as the definition has it; V-last is told apart
+    although K=V.
+    """
     found = exports.workload(Problem(contract, 3, 8, 16))
     assert isinstance(found, str)
     assert re.search(reason, found)
 
 
 def test_constraints_are_evaluated():
-    """Heads that the definitions' constraints exclude are refused by the constraint's text, whatever a journal holds."""
+    """Heads that the definitions' constraints exclude are refused by the constraint's text,
+    whatever a journal holds.
+    """
     assert "num_v_heads >= num_q_heads: num_q_heads=16, num_v_heads=8" in exports.workload(Problem(DECODE, 1, 16, 8))
     assert "num_v_heads % num_q_heads == 0" in exports.workload(Problem(DECODE, 1, 16, 24))
 
 
 def fault_of(trace):
-    """What flashinfer_bench/data/trace.py and workload.py of github.com/flashinfer-ai/flashinfer-bench refuse of a trace."""
+    """What flashinfer_bench/data/trace.py and workload.py of
+    github.com/flashinfer-ai/flashinfer-bench refuse of a trace.
+    """
     assert set(trace) == {"definition", "workload", "solution", "evaluation"}
     made, evaluation = trace["workload"], trace["evaluation"]
     assert set(made) == {"axes", "inputs", "uuid"} and all(type(x) is int and x > 0 for x in made["axes"].values())
@@ -258,7 +273,9 @@ def fault_of(trace):
 
 
 def test_traces(tmp_path):
-    """One trace a cell and final implementation, peers' among them; failures have their status; each is what its reader accepts."""
+    """One trace a cell and final implementation, peers' among them; failures have their status;
+    each is what its reader accepts.
+    """
     problem = Problem(MTP, 4, 8, 16)
 
     def peer(entry, status, reason="", samples=()):
@@ -307,7 +324,9 @@ def test_traces(tmp_path):
 
 
 def test_slots_are_a_permutation(tmp_path):
-    """Random indices would leave the pool, so those of a workload are in a file of one int32 tensor that names each slot once."""
+    """Random indices would leave the pool, so those of a workload are in a file of one int32 tensor
+    that names each slot once.
+    """
     [trace, *_] = traces(export := exports.flashinfer_bench(made_of(tmp_path, Problem(MTP, 7, 8, 16)).sources))
     given = trace["workload"]["inputs"]["initial_state_indices"]
     data = export.files[given["path"]]
@@ -323,7 +342,9 @@ def test_slots_are_a_permutation(tmp_path):
 
 
 def test_what_is_left_out_is_said(tmp_path):
-    """V-last and bf16 cells are notes with their number, also heads that no published definition has, and times without a check."""
+    """V-last and bf16 cells are notes with their number, also heads that no published definition
+    has, and times without a check.
+    """
     v_last = DECODE.replace(layout="v_last")
     problems = [
         Problem(v_last, 1, 8, 16),
@@ -346,7 +367,9 @@ def test_what_is_left_out_is_said(tmp_path):
 
 @pytest.mark.parametrize(("form", "wanted"), [("kernel-tuner", "metadata.json"), ("flashinfer-bench", "traces")])
 def test_the_command(tmp_path, form, wanted):
-    """A folder in the run's own, or where --out says; twice the same bytes; what was left out goes to stderr."""
+    """A folder in the run's own, or where --out says; twice the same bytes; what was left out goes
+    to stderr.
+    """
     made_of(tmp_path / "run", Problem(DECODE, 2, 8, 16), Problem(Contract(), 2, 8, 16))
     done = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--format", form])
     assert done.exit_code == 0, done.output

@@ -72,7 +72,9 @@ def test_narrow_values_clamp_the_tile():
 @pytest.mark.parametrize("state", ["bf16", "fp32"])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
 def test_the_nearest_is_legal_and_exact_where_it_is_there(state, tokens):
-    """Every work units have a legal variant of ours; one with the very knobs is taken where the space has it."""
+    """Every work units have a legal variant of ours; one with the very knobs is taken where the
+    space has it.
+    """
     c, device = Contract(state_dtype=state, tokens=tokens), target("sm_90a")
     ours = kernels.variants(c, device)
     by_id = {v.id: v for v in ours}

@@ -1,4 +1,6 @@
-"""gdntune/journal.py: what is written reads back, and no fault costs more than the record being written."""
+"""gdntune/journal.py: what is written reads back, and no fault costs more than the record being
+written.
+"""
 
 import contextlib
 import errno
@@ -62,7 +64,9 @@ def written(folder, records=RECORDS):
 
 
 def test_every_kind_of_record_reads_back(tmp_path):
-    """What is appended is what `read` gives, by folder and by file, and what a resumed journal holds."""
+    """What is appended is what `read` gives, by folder and by file, and what a resumed journal
+    holds.
+    """
     with written(tmp_path / "new" / "folder") as j:
         assert j.records == RECORDS
     assert journal.read(j.path) == journal.read(j.path.parent) == (RUN, RECORDS)
@@ -156,10 +160,11 @@ APART = {
 
 @pytest.mark.parametrize("there, here, said", APART.values(), ids=APART)
 def test_another_sweeps_journal_is_refused(tmp_path, there, here, said):
-    """Fault: `bench --rounds 60` in a folder of `--rounds 50` said `config_sha256`, other peers `software`.
+    """Fault: `bench --rounds 60` in a folder of `--rounds 50` said `config_sha256`, other peers
+    `software`.
 
-    What the user changed is said as he would ask for it, with what the journal has and a way out; what follows from it is not. The
-    file is untouched and the lock released.
+    What the user changed is said as he would ask for it, with what the journal has and a way out;
+    what follows from it is not. The file is untouched and the lock released.
     """
     run = msgspec.structs.replace(RUN, **there)
     with Journal.open(tmp_path, run) as j:
@@ -176,7 +181,9 @@ def test_another_sweeps_journal_is_refused(tmp_path, there, here, said):
 
 
 def test_a_claimed_journal_stays_as_it_is(tmp_path):
-    """A claim locks the folder, refuses what would be refused later and changes nothing; `begin` cuts a torn line off, or writes."""
+    """A claim locks the folder, refuses what would be refused later and changes nothing; `begin`
+    cuts a torn line off, or writes.
+    """
     with written(tmp_path) as j:
         data = j.path.read_bytes()
     j.path.write_bytes(data[:-3])
@@ -212,7 +219,9 @@ def test_a_journal_that_cannot_be_written_is_no_claim(tmp_path):
 
 
 def test_an_older_header_stays(tmp_path):
-    """A header without the fields that came later is written as it was, reads back, and goes on under a header that has them."""
+    """A header without the fields that came later is written as it was, reads back, and goes on
+    under a header that has them.
+    """
     line = journal.encode(RUN)
     assert not {"cells", "rounds"} & json.loads(line).keys()
     (tmp_path / journal.FILE).write_bytes(line)
@@ -222,7 +231,9 @@ def test_an_older_header_stays(tmp_path):
 
 
 def test_torn_at_any_byte(tmp_path, monkeypatch):
-    """A last line cut at any byte loses that record alone: it is left out by `read` and cut off by `open`."""
+    """A last line cut at any byte loses that record alone: it is left out by `read` and cut off by
+    `open`.
+    """
     monkeypatch.setattr(journal.os, "fsync", lambda _: None)
     with written(tmp_path) as j:
         data = j.path.read_bytes()
@@ -237,7 +248,8 @@ def test_torn_at_any_byte(tmp_path, monkeypatch):
 
 
 def test_torn_header(tmp_path):
-    """A journal killed while its header was written starts anew; `read` says that it holds nothing."""
+    """A journal killed while its header was written starts anew; `read` says that it holds nothing.
+    """
     with written(tmp_path, []) as j:
         data = j.path.read_bytes()
     for end in (0, 1, len(data) - 1):
@@ -253,7 +265,8 @@ def test_torn_header(tmp_path):
     "damage", [b"", b"{", b"\0\0\0", b"\xff", b"[" * 3000, b'{"kind":"trail"}', b'{"kind":"cell"}']
 )
 def test_a_damaged_line_is_refused_by_number(tmp_path, number, damage):
-    """A whole line that does not parse is no torn one: its number is named, and nothing is changed."""
+    """A whole line that does not parse is no torn one: its number is named, and nothing is changed.
+    """
     with written(tmp_path) as j:
         lines = j.path.read_bytes().split(b"\n")
     lines[number - 1] = damage
@@ -284,7 +297,9 @@ def test_headers_stand_first_and_once(tmp_path):
 
 
 def test_full_disk(tmp_path, monkeypatch):
-    """A write that stops half-way leaves the file as it was, says what to do, and a later append succeeds."""
+    """A write that stops half-way leaves the file as it was, says what to do, and a later append
+    succeeds.
+    """
     real = os.write
 
     def half(descriptor, data):
@@ -339,7 +354,9 @@ def test_interrupted_before_the_disk_has_it(tmp_path, monkeypatch, raised):
 
 
 def test_an_end_that_cannot_be_restored(tmp_path, monkeypatch):
-    """Where neither writing nor cutting off works, nothing more is appended, and the next open cuts off the half line."""
+    """Where neither writing nor cutting off works, nothing more is appended, and the next open cuts
+    off the half line.
+    """
     real = os.write
 
     def half(descriptor, data):
@@ -363,7 +380,9 @@ def test_an_end_that_cannot_be_restored(tmp_path, monkeypatch):
 
 
 def test_what_json_cannot_hold_is_refused(tmp_path):
-    """JSON has no NaN: such a record is refused before anything is written. Text that is not UTF-8 is replaced."""
+    """JSON has no NaN: such a record is refused before anything is written. Text that is not UTF-8
+    is replaced.
+    """
     with written(tmp_path, []) as j:
         before = j.path.read_bytes()
         for value in (float("nan"), float("inf")):
@@ -406,7 +425,9 @@ def test_no_journal(tmp_path, name):
     "data", [b"batch,tokens\n1,1\n", b"name: tiny\n", b'{\n "a": 1}\n', b"[1]", b"\x89PNG", b"{}\n"], ids=repr
 )
 def test_a_file_that_is_no_journal(tmp_path, data):
-    """Fault: of a CSV or a config that was given as a journal the user was told to cut out the first line. Nothing is written to it."""
+    """Fault: of a CSV or a config that was given as a journal the user was told to cut out the
+    first line. Nothing is written to it.
+    """
     path = tmp_path / journal.FILE
     path.write_bytes(data)
     for use in (journal.read, lambda p: Journal.open(p.parent, RUN)):
@@ -419,7 +440,9 @@ def test_a_file_that_is_no_journal(tmp_path, data):
 
 
 def test_a_damaged_header(tmp_path):
-    """A header that is damaged behind its begin is one all the same, which cannot be done without; a torn one is no other file."""
+    """A header that is damaged behind its begin is one all the same, which cannot be done without;
+    a torn one is no other file.
+    """
     with written(tmp_path) as j:
         data = j.path.read_bytes()
     j.path.write_bytes(data.replace(b'"schema"', b'"scheme"', 1))
@@ -432,7 +455,9 @@ def test_a_damaged_header(tmp_path):
 
 
 def test_a_folder_that_is_a_file(tmp_path):
-    """Fault: a file where a folder is wanted was `File exists`. It is called a file, and so is one that the folder would lie in."""
+    """Fault: a file where a folder is wanted was `File exists`. It is called a file, and so is one
+    that the folder would lie in.
+    """
     (tmp_path / "file").write_text("")
     with pytest.raises(
         JournalError, match="file: cannot be written: it is a file, and a folder is wanted; choose a folder"
@@ -443,7 +468,9 @@ def test_a_folder_that_is_a_file(tmp_path):
 
 
 def test_second_opener_is_told_of_the_first(tmp_path):
-    """A second opener, of this process or another, is refused with pid, host and time of the first; reading is free."""
+    """A second opener, of this process or another, is refused with pid, host and time of the first;
+    reading is free.
+    """
     with written(tmp_path) as j:
         holder = json.loads((tmp_path / journal.HOLDER).read_text())
         assert (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname())
@@ -471,7 +498,9 @@ with Journal.open(sys.argv[1], RUN) as j:
 
 
 def test_killed_writers_lose_only_the_record_at_hand(tmp_path):
-    """kill -9 at random moments: each time the lock is free, all acknowledged records are there, and the next one goes on."""
+    """kill -9 at random moments: each time the lock is free, all acknowledged records are there,
+    and the next one goes on.
+    """
     code = WRITER.format(path=[str(Path(__file__).parents[1]), *sys.path])
     chance = random.Random(0)
     for _ in range(3):

@@ -29,7 +29,9 @@ def problem(work_units, contract=CONTRACT):
 
 
 def cell(work_units, screens=None, contract=CONTRACT, **finals):
-    """A closed cell: final samples with the means given, screened as `screens` says, by default alike."""
+    """A closed cell: final samples with the means given, screened as `screens` says, by default
+    alike.
+    """
     screens = {**finals, **(screens or {})}
 
     def trials(stage, means):
@@ -84,7 +86,9 @@ def test_replay_is_the_sweeps_table(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("tables/*/*.json")), ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_replay_of_the_published_sweeps(path, tmp_path):
-    """The published journals give the shipped tables, byte for byte, as tables/README.md says; of several, merged in their order."""
+    """The published journals give the shipped tables, byte for byte, as tables/README.md says; of
+    several, merged in their order.
+    """
     evidence = table.load(path).evidence
     journals = [RESULTS / path.parent.name / f"{s.config}.jsonl.xz" for s in evidence.sources or (evidence,)]
     made = [judge.replay(published, regret=0.005).table for published in journals]
@@ -93,7 +97,9 @@ def test_replay_of_the_published_sweeps(path, tmp_path):
 
 
 def test_replay_with_other_settings(tmp_path):
-    """A wider budget, variants left out, the default kept: each another table, and notes say what was left out."""
+    """A wider budget, variants left out, the default kept: each another table, and notes say what
+    was left out.
+    """
     folder = synthetic.write(tmp_path, HEADER, synthetic.records(HEADER))
     assert {len(r.intervals) for r in judge.replay(folder).table.rules} == {2}
     wider = judge.replay(folder, regret=0.2).table
@@ -118,7 +124,9 @@ def test_replay_keeps_the_default(tmp_path, default_is):
 
 
 def test_replay_has_the_headers_settings(tmp_path, default_is):
-    """A journal that says how its table was derived gives it without being told; the default rule is that of the sweep's day."""
+    """A journal that says how its table was derived gives it without being told; the default rule
+    is that of the sweep's day.
+    """
     header = synthetic.run(regret=0.2, keeps_default=True)
     noted = [
         msgspec.structs.replace(r, default_variant="b") if isinstance(r, Cell) else r
@@ -135,7 +143,9 @@ def test_replay_has_the_headers_settings(tmp_path, default_is):
 
 
 def test_the_published_sweeps_repeat():
-    """Three sweeps of one config on an H100: each one's table, judged on each other's final samples, is within a tie at every cell."""
+    """Three sweeps of one config on an H100: each one's table, judged on each other's final
+    samples, is within a tie at every cell.
+    """
     journals = {n: RESULTS / "nvidia-h100-80gb-hbm3" / f"t1-cold-clean.{n}.jsonl.xz" for n in "hij"}
     tables = {n: judge.replay(path).table for n, path in journals.items()}
     for judging, path in journals.items():
@@ -148,7 +158,9 @@ def test_the_published_sweeps_repeat():
 
 
 def test_regret_on_other_samples(default_is):
-    """Each choice is judged by the other journal's means: the best loses nothing, the others what they are slower."""
+    """Each choice is judged by the other journal's means: the best loses nothing, the others what
+    they are slower.
+    """
     default_is("b")
     t = derive.derive([*checks(), *cell(8, a=10, b=11), *cell(64, a=10, b=11)], HEADER)
     found = judge.judge(t, [*checks(), *cell(8, a=10, b=11), *cell(64, a=12, b=10)], HEADER)
@@ -163,7 +175,9 @@ def test_regret_on_other_samples(default_is):
 
 
 def test_a_choice_that_was_no_leader(default_is):
-    """It is judged by the screen's medians against the best's; one that was never timed is not judged, and counts as above."""
+    """It is judged by the screen's medians against the best's; one that was never timed is not
+    judged, and counts as above.
+    """
     default_is("z")
     t = derive.derive([*checks(), *cell(8, c=1)], HEADER)
     found = judge.judge(t, [*checks(), *cell(8, screens={"c": 15}, a=10, b=11)], HEADER)
@@ -255,7 +269,9 @@ def test_nothing_to_judge_on():
 
 
 def test_every_second_is_held_out(default_is):
-    """Each inner cell is judged by the table of the others: here each differs from its neighbours, and so all lose."""
+    """Each inner cell is judged by the table of the others: here each differs from its neighbours,
+    and so all lose.
+    """
     default_is("a")
     odd = [*cell(8, a=10, b=12), *cell(32, a=10, b=12)]
     even = [*cell(16, a=12, b=10), *cell(64, a=12, b=10)]
@@ -267,7 +283,9 @@ def test_every_second_is_held_out(default_is):
 
 
 def test_a_sweeps_own_held_out_cells(default_is):
-    """A journal with marked cells is judged there alone, by its own table; one without says what else is accepted."""
+    """A journal with marked cells is judged there alone, by its own table; one without says what
+    else is accepted.
+    """
     default_is("b")
     aside = [*cell(16, a=12, b=10)[:-1], Cell(problem=problem(16), status="ok", purpose="held-out")]
     records = [*checks(), *cell(8, a=10, b=12), *cell(64, a=10, b=12), *aside]
@@ -286,7 +304,9 @@ def test_a_sweeps_own_held_out_cells(default_is):
 
 
 def test_flashinfers_thresholds_are_judged(h100):
-    """Beside the default rule stands what FlashInfer's thresholds would take of our variants: GDN's cells, and no KDA."""
+    """Beside the default rule stands what FlashInfer's thresholds would take of our variants: GDN's
+    cells, and no KDA.
+    """
     _, run, records = h100
     found = judge.judge(derive.derive(records, run), records, run)
     assert found.flashinfer.cells == found.table.cells
@@ -297,7 +317,9 @@ def test_flashinfers_thresholds_are_judged(h100):
 
 
 def test_held_out_on_the_published_sweep(h100):
-    """All inner cells are judged once, the total is theirs, and the tables lose less than the default rule."""
+    """All inner cells are judged once, the total is theirs, and the tables lose less than the
+    default rule.
+    """
     _, run, records = h100
     found = judge.hold_out_every_second(records, run)
     own = (cell for cell in derive.timed_cells(records) if cell.problem not in derive.marked(records))
@@ -317,7 +339,9 @@ def test_held_out_on_the_published_sweep(h100):
     st.integers(1, 500),
 )
 def test_halving_keeps_to_its_budget(samples, budget):
-    """It draws from the front, at least one of each and no more than the budget beyond that; leaders have the most samples."""
+    """It draws from the front, at least one of each and no more than the budget beyond that;
+    leaders have the most samples.
+    """
     found = halving.halving(samples, budget)
     assert all(drawn == samples[name][: len(drawn)] and drawn for name, drawn in found.used.items())
     assert found.spent <= max(budget, len(samples))
@@ -326,7 +350,9 @@ def test_halving_keeps_to_its_budget(samples, budget):
 
 
 def test_halving_finds_the_fastest():
-    """Among sixteen variants, apart by 1% and noisy by 2%, the first stays to the end, on most of the samples."""
+    """Among sixteen variants, apart by 1% and noisy by 2%, the first stays to the end, on most of
+    the samples.
+    """
     noise = [0.0, 2.0, -2.0, 1.0, -1.0, 2.0, -2.0]
     samples = {f"v{i:02}": [100 + i + noise[(j + i) % 7] for j in range(210)] for i in range(16)}
     found = halving.halving(samples, 16 * 210 // 4)
@@ -336,14 +362,18 @@ def test_halving_finds_the_fastest():
 
 
 def test_halving_outlives_a_cold_start():
-    """Fault: a winner whose first sample met a cold GPU was halved away on that sample alone, and the choice lost 4.4%."""
+    """Fault: a winner whose first sample met a cold GPU was halved away on that sample alone, and
+    the choice lost 4.4%.
+    """
     samples = {f"v{i:02}": [100.0 + 5 * i] * 60 for i in range(16)}
     samples["v00"][0] = 150.0
     assert halving.halving(samples, 16 * 60 // 4).leaders[0] == "v00"
 
 
 def test_cost_judges_on_samples_apart(default_is):
-    """The winner is chosen from the first half of the finals and judged on the second, where here the other one is faster."""
+    """The winner is chosen from the first half of the finals and judged on the second, where here
+    the other one is faster.
+    """
     default_is("a")
     records = [*checks("ab"), *cell(8, a=10, b=10)]
 
@@ -363,7 +393,9 @@ def test_cost_judges_on_samples_apart(default_is):
 
 
 def test_cost_says_what_was_drawn(default_is):
-    """Fault: of a share below one sample of each, which are always drawn, choices were `from 0% of the samples`."""
+    """Fault: of a share below one sample of each, which are always drawn, choices were `from 0% of
+    the samples`.
+    """
     default_is("a")
     found = halving.cost([*checks("ab"), *cell(8, a=10, b=11)], HEADER, 0.001)
     share = f"{found.drawn / found.samples:.1%}"
@@ -396,7 +428,8 @@ def test_cost_on_the_published_sweep(h100):
 
 
 def test_documents(default_is):
-    """What is printed names each contract, the totals, and what was not judged as well as the rest."""
+    """What is printed names each contract, the totals, and what was not judged as well as the rest.
+    """
     default_is("z")
     records = [*checks(), *cell(8, screens={"c": 15}, a=10)]
     t = derive.derive([*checks(), *cell(8, c=1)], HEADER)

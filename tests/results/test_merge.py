@@ -55,7 +55,9 @@ def test_a_table_equals_itself():
 
 
 def test_spans_that_differ():
-    """Boundaries of both are looked at; neighbouring spans with the same pair are one; equal ones are left out."""
+    """Boundaries of both are looked at; neighbouring spans with the same pair are one; equal ones
+    are left out.
+    """
     b = made((ONE, 8, "a"), (ONE, 128, "b"), (TWO, 8, "a"))
     assert spans(A, b) == [(17, 66, "b", "a")]
     assert spans(A, made((ONE, 8, "c"), (TWO, 8, "a"))) == [(1, 16, "a", "c"), (17, None, "b", "c")]
@@ -68,7 +70,9 @@ def test_a_contract_of_one_alone():
 
 
 def test_names_do_not_matter():
-    """The same kernel and knobs by another name are no difference; other knobs by the same name are one."""
+    """The same kernel and knobs by another name are no difference; other knobs by the same name are
+    one.
+    """
     renamed = json.loads(msgspec.json.encode(A).replace(b'"a"', b'"z"'))
     assert spans(A, table.validate(json.dumps(renamed).encode())) == []
     other = made((ONE, 8, "a"), (ONE, 32, "b"), (TWO, 8, "a"), knob=2)
@@ -97,7 +101,9 @@ def test_document():
 
 
 def test_rules_of_both(tmp_path):
-    """Rules are joined and sorted, variants those they name, evidence kept a source; what is saved satisfies schema and loader."""
+    """Rules are joined and sorted, variants those they name, evidence kept a source; what is saved
+    satisfies schema and loader.
+    """
     b = made((FOUR, 8, "c"), config="other", started="2026-11-29T00:00:00+00:00")
     t = merge.merge(A, b)
     assert [r.when for r in t.rules] == [ONE, TWO, FOUR]
@@ -121,7 +127,9 @@ def test_a_sweeps_table_has_no_sources():
 
 
 def test_merging_again_changes_nothing():
-    """A table with itself is itself; a merged one takes no source twice; three in either order have the same sources."""
+    """A table with itself is itself; a merged one takes no source twice; three in either order have
+    the same sources.
+    """
     assert merge.merge(A, A) == A
     b, c = made((FOUR, 8, "c")), made((ONE.replace(mode="frozen"), 8, "c"))
     t = merge.merge(A, b)
@@ -131,7 +139,9 @@ def test_merging_again_changes_nothing():
 
 
 def test_conflicts_need_a_preference():
-    """Where both have a rule and choose otherwise it is refused by name, unless one is preferred; rules that agree are no conflict."""
+    """Where both have a rule and choose otherwise it is refused by name, unless one is preferred;
+    rules that agree are no conflict.
+    """
     b = made((ONE, 8, "c"), (TWO, 8, "a"), (FOUR, 8, "c"))
     with pytest.raises(TableError, match=r"choose otherwise for gdn_decode.tokens=1; say whose.*--prefer first"):
         merge.merge(A, b)
@@ -153,7 +163,8 @@ def test_conflicts_need_a_preference():
     ids=["device", "policy", "code", "knobs"],
 )
 def test_what_does_not_stand_side_by_side(change, part):
-    """Another device, policy, code, or other knobs under one name: refused, whatever is preferred."""
+    """Another device, policy, code, or other knobs under one name: refused, whatever is preferred.
+    """
     with pytest.raises(TableError) as e:
         merge.merge(A, made((FOUR, 8, "a"), **change), "first")
     assert part in str(e.value)

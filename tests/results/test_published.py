@@ -53,7 +53,9 @@ def test_unknown_name():
 
 
 def test_beside_ours(tmp_path):
-    """Where contracts agree, shares stand side by side; each GPU and L2 policy is named, and that policies differ is said."""
+    """Where contracts agree, shares stand side by side; each GPU and L2 policy is named, and that
+    policies differ is said.
+    """
     contracts = [Contract(), Contract(tokens=2, mode="frozen", intermediate="dense")]
     made = run_of(tmp_path, contracts)
     text = made.markdown()
@@ -68,7 +70,9 @@ def test_beside_ours(tmp_path):
 
 
 def test_equal_work_units_of_fewer_heads(tmp_path):
-    """Beside their 64 heads stand ours of 64, also where a run has other heads at the same work units."""
+    """Beside their 64 heads stand ours of 64, also where a run has other heads at the same work
+    units.
+    """
     header = synthetic.run()
     records = [Check(contract=Contract(), variant=v.id, status="ok") for v in synthetic.VARIANTS]
     for problem, slow in ((Problem(Contract(), 8, 16, 64), 1.0), (Problem(Contract(), 64, 2, 8), 3.0)):
@@ -123,7 +127,9 @@ def tables(text):
 
 
 def test_the_printed_tables_cell_for_cell(tmp_path):
-    """Time, share and speed-up of every printed cell, B=1..512 by T=1..8, each the frame's own number, and no ERROR."""
+    """Time, share and speed-up of every printed cell, B=1..512 by T=1..8, each the frame's own
+    number, and no ERROR.
+    """
     made = run_of(tmp_path, PRINTED, BATCHES)
     found = tables(made.markdown())
     assert list(found) == ["Time, us", "DRAM SOL %, of 3352 GB/s"]
@@ -139,7 +145,9 @@ def test_the_printed_tables_cell_for_cell(tmp_path):
 
 
 def test_the_printed_tables_with_speed_ups(tmp_path):
-    """Over FlashInfer where it was timed in the same run, over the default rule where that is known, over a baseline."""
+    """Over FlashInfer where it was timed in the same run, over the default rule where that is
+    known, over a baseline.
+    """
     header = synthetic.run()
     theirs = Variant("peer:flashinfer", "peer:flashinfer.gated_delta_rule_decode_pretranspose", {"version": "0.7.2"})
     records = [Check(contract=c, variant=v.id, status="ok") for c in PRINTED for v in synthetic.VARIANTS]
@@ -165,7 +173,9 @@ def test_the_printed_tables_with_speed_ups(tmp_path):
 
 
 def test_a_cell_without_a_time_is_an_error(tmp_path):
-    """ERROR stands only where a cell was asked for and no checked variant has a time; what was not asked for is a dash."""
+    """ERROR stands only where a cell was asked for and no checked variant has a time; what was not
+    asked for is a dash.
+    """
     header = synthetic.run()
     checks = [Check(contract=Contract(), variant=v.id, status="ok") for v in synthetic.VARIANTS]
     lost = Problem(PRINTED[7], 512, 16, 64)
@@ -180,7 +190,9 @@ def test_a_cell_without_a_time_is_an_error(tmp_path):
 
 
 def test_the_config_of_the_printed_tables():
-    """configs/flashinfer-pr-3127.yaml asks for the printed cells, no more and no less, under their L2 policy."""
+    """configs/flashinfer-pr-3127.yaml asks for the printed cells, no more and no less, under their
+    L2 policy.
+    """
     made, printed = config.load(ROOT / "configs" / "flashinfer-pr-3127.yaml"), published(PR)
     assert set(made.problems()) == {c.problem for c in printed.cells}
     assert made.policy.l2 == printed.l2

@@ -1,4 +1,6 @@
-"""What ships: tables that fit the installed kernels and stand on journals that lie beside the reports, and configs that load."""
+"""What ships: tables that fit the installed kernels and stand on journals that lie beside the
+reports, and configs that load.
+"""
 
 from pathlib import Path
 

@@ -78,7 +78,9 @@ VALID = {
 
 
 def changed(*path_and_value):
-    """The valid table with the value at a path replaced; a path ending in `...` takes the key before it out."""
+    """The valid table with the value at a path replaced; a path ending in `...` takes the key
+    before it out.
+    """
     *path, last, value = path_and_value
     raw = copy.deepcopy(VALID)
     place = raw
@@ -179,7 +181,9 @@ def places(raw):
 @settings(max_examples=300)
 @given(st.data())
 def test_mutations_give_a_table_or_a_table_error(data):
-    """A valid table with values replaced, taken out or put in is a table that answers every question, or a TableError."""
+    """A valid table with values replaced, taken out or put in is a table that answers every
+    question, or a TableError.
+    """
     raw = copy.deepcopy(VALID)
     for _ in range(data.draw(st.integers(1, 3))):
         container, key = data.draw(st.sampled_from(places(raw)))
@@ -262,7 +266,8 @@ def test_nearest_rule(asked, rules, nearest):
 
 
 def test_ranked_lists_what_could_serve():
-    """All rules that could serve, the nearest first, for a caller whose kernel refuses the first."""
+    """All rules that could serve, the nearest first, for a caller whose kernel refuses the first.
+    """
     t = with_rules(*(BASE.replace(tokens=n) for n in (8, 1, 2)), BASE.replace(K=64))
     assert [r.when.tokens for r in t.ranked(BASE)] == [2, 1, 8]
 
@@ -296,14 +301,18 @@ def test_explain_says_what_and_why():
 
 
 def test_stale_names_changed_and_missing_kernels():
-    """A kernel whose installed code differs, or that is not there, is named; others are not looked at."""
+    """A kernel whose installed code differs, or that is not there, is named; others are not looked
+    at.
+    """
     t = read(VALID)
     assert table.stale(t, {"recurrent": "f1", "other": "f9"}) == []
     assert table.stale(t, {"recurrent": "f2"}) == table.stale(t, {}) == ["recurrent"]
 
 
 def test_save_is_whole_and_the_same_each_time(tmp_path):
-    """Saving makes folders, reads back equal, gives equal bytes, and leaves nothing beside the file."""
+    """Saving makes folders, reads back equal, gives equal bytes, and leaves nothing beside the
+    file.
+    """
     t = read(VALID)
     path = tmp_path / "h100" / "gdn_decode.json"
     table.save(t, path)
@@ -344,7 +353,9 @@ def test_load_of_no_file(tmp_path):
 
 
 def test_published_schema_is_current():
-    """docs/table.schema.json is what `json_schema` gives; write it anew with json.dumps(..., indent=1) where it is not."""
+    """docs/table.schema.json is what `json_schema` gives; write it anew with json.dumps(...,
+    indent=1) where it is not.
+    """
     assert SCHEMA.read_text() == json.dumps(table.json_schema(), indent=1) + "\n"
     jsonschema.Draft202012Validator.check_schema(table.json_schema())
 

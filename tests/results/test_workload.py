@@ -1,4 +1,6 @@
-"""gdntune/workload.py and what a report says of it: a serving engine's steps, the cells' shares of them, the time saved."""
+"""gdntune/workload.py and what a report says of it: a serving engine's steps, the cells' shares of
+them, the time saved.
+"""
 
 import msgspec
 import pytest
@@ -24,7 +26,9 @@ def read(**search):
 
 
 def test_a_trace_is_counted(tmp_path):
-    """A CSV of steps, in any order and with other columns, is a histogram; a config names it by a path from its own folder."""
+    """A CSV of steps, in any order and with other columns, is a histogram; a config names it by a
+    path from its own folder.
+    """
     path = tmp_path / "steps.csv"
     path.write_text("time,batch,tokens\n0.1,4,1\n0.2,2,4\n0.3, 4 ,1\n")
     loads = workload.read_trace(path)
@@ -85,7 +89,9 @@ def test_shares_sum_to_one(loads, units):
 
 
 def test_effort_follows_the_steps():
-    """Cells near to many steps get more final rounds and time for them, within four times; those near to none 20."""
+    """Cells near to many steps get more final rounds and time for them, within four times; those
+    near to none 20.
+    """
     plain = read(final_rounds=100)
     assert {cells.effort(plain, p) for p in plain.problems()} == {plain.search}
     c = read(
@@ -117,7 +123,9 @@ def test_between_cells_times_lie_on_a_line():
 
 
 def test_saved_time_is_a_mean_over_steps():
-    """Steps count by weight; those that one side has no times at are left out, and the share of the others is said."""
+    """Steps count by weight; those that one side has no times at are left out, and the share of the
+    others is said.
+    """
     loads = [Load(1, 1, 3.0), Load(2, 1, 1.0), Load(1, 4, 4.0)]
     found = workload.saved(loads, 8, {1: {8: 2.0, 16: 4.0}}, {1: {8: 3.0, 16: 8.0}, 4: {8: 1.0}})
     assert found == workload.Saved(0.5, 2.5, 4.25)
@@ -150,7 +158,9 @@ def test_the_report_says_what_a_step_saves(tmp_path, monkeypatch):
 
 
 def test_a_step_has_the_times_of_its_own_heads(tmp_path, monkeypatch):
-    """Of two cells with equal work units a row of 8 heads takes the one of 8 heads, and a row of 64 that of 64."""
+    """Of two cells with equal work units a row of 8 heads takes the one of 8 heads, and a row of 64
+    that of 64.
+    """
     from gdntune import kernels
 
     monkeypatch.setattr(kernels, "default", lambda c, w, d: synthetic.VARIANTS[1])

@@ -80,7 +80,9 @@ def test_the_nearest_device_serves_with_a_warning(places, caplog):
     """A GPU without a table takes that of the GPU most like it, and says so once."""
     for target in ("sm_90a", "sm_100a"):
         d = arch.target(target)
-        table.save(a_table(d, Contract(), "recurrent"), places / "shipped" / d.slug / "gdn_decode.json")
+        table.save(
+            a_table(d, Contract(), "recurrent"), places / "shipped" / d.slug / "gdn_decode.json"
+        )
     like_h100 = msgspec.structs.replace(arch.target("sm_90a"), name="NVIDIA H200", peak_gb_s=4800.0)
     for _ in range(2):
         assert "h100" in Runtime(like_h100).bind(Contract()).choice(5).why
@@ -96,10 +98,14 @@ def test_a_stale_table_says_so(places, caplog):
 
 
 def test_a_rule_that_cannot_serve_is_passed_over(places, caplog):
-    """A table from a stranger can be wrong, not dangerous: an illegal variant leads to the default rule, with a warning."""
+    """A table from a stranger can be wrong, not dangerous: an illegal variant leads to the default
+    rule, with a warning.
+    """
     good = a_table(device())
     kernel = kernels.get("cpu_recurrent")
-    first, last = (kernel.variant(kernel.setting({**v.knobs, "vec": 3})) for v in good.variants.values())
+    first, last = (
+        kernel.variant(kernel.setting({**v.knobs, "vec": 3})) for v in good.variants.values()
+    )
     path = places / "user" / device().slug / "gdn_decode.json"
     wrong = {v.id: TableVariant(v.kernel, v.knobs) for v in (first, last)}
     rule = Rule(CONTRACT, (Interval(1, 99, first.id), Interval(100, None, last.id)))
@@ -114,10 +120,13 @@ def test_ids_that_contradict_their_knobs_are_refused(places):
     table.save(a_table(device()), path)
     Runtime(device()).use(path)
     text = path.read_text()
-    tv = next(part for part in next(iter(table.load(path).variants)).split(".") if part.startswith("tv"))
+    tv = next(
+        part for part in next(iter(table.load(path).variants)).split(".") if part.startswith("tv")
+    )
     path.write_text(text.replace(f".{tv}.", ".tv33."))
     with pytest.raises(
-        TableError, match=rf"given.json: \$.variants\['.*tv33.*'\].knobs are those of cpu_recurrent.*{tv}"
+        TableError,
+        match=rf"given.json: \$.variants\['.*tv33.*'\].knobs are those of cpu_recurrent.*{tv}",
     ):
         Runtime(device()).use(path)
 
@@ -133,17 +142,25 @@ def test_ids_that_contradict_their_knobs_are_refused(places):
         ("recurrent.tv33.ilp2", {"tile_v": 32, "ilp": 2}, "recurrent.tv32.ilp2"),
         ("recurrent.tv32", {"tile_v": 32, "ilp": 2}, "recurrent.tv32.ilp2"),
         ("recurrent.tv2.ilp32", {"tile_v": 32, "ilp": 2}, "recurrent.tv32.ilp2"),
-        ("recurrent.tv32.ilp2.early", {"tile_v": 32, "ilp": 2, "early": False}, "recurrent.tv32.ilp2"),
+        (
+            "recurrent.tv32.ilp2.early",
+            {"tile_v": 32, "ilp": 2, "early": False},
+            "recurrent.tv32.ilp2",
+        ),
         ("wy.tv32.ilp2", {"tile_v": 32, "ilp": 2}, "recurrent.tv32.ilp2"),
     ],
 )
 def test_what_ids_say(name, knobs, of):
-    """An id says each knob that has no default, and nothing that is not so; knobs and kernels of other versions are let be."""
+    """An id says each knob that has no default, and nothing that is not so; knobs and kernels of
+    other versions are let be.
+    """
     variant = Variant("peer:other" if name.startswith("peer") else "recurrent", name, knobs)
     if of is None:
         kernels.check_names([variant], "t.json")
         return
-    with pytest.raises(TableError, match=re.escape(f"t.json: $.variants[{name!r}].knobs are those of {of}: ")):
+    with pytest.raises(
+        TableError, match=re.escape(f"t.json: $.variants[{name!r}].knobs are those of {of}: ")
+    ):
         kernels.check_names([variant], "t.json")
 
 
@@ -180,7 +197,9 @@ def test_plan_and_prepare(places):
 
 
 def test_without_cuda_the_api_speaks_its_own_words(places, monkeypatch):
-    """Fault: a GPU's table on a host without CUDA, and plan and prepare without device=, were answered in a config's words."""
+    """Fault: a GPU's table on a host without CUDA, and plan and prepare without device=, were
+    answered in a config's words.
+    """
     monkeypatch.setattr(arch, "cuda_fault", lambda index=0: "no CUDA device: none")
     monkeypatch.setattr(ops, "runtime", dispatch.runtime.__wrapped__)
     path = places / "given.json"
@@ -197,7 +216,9 @@ def test_without_cuda_the_api_speaks_its_own_words(places, monkeypatch):
         lambda: gdntune.load_table(path, "cuda"),
     )
     for call in calls:
-        with pytest.raises(ToolMissing, match="^device='cuda': no CUDA device: none, or give device='cpu'$"):
+        with pytest.raises(
+            ToolMissing, match="^device='cuda': no CUDA device: none, or give device='cpu'$"
+        ):
             call()
 
 
@@ -205,7 +226,9 @@ def test_a_table_of_another_kind_of_device_is_refused(places, monkeypatch):
     """Fault: a GPU's table given on a CPU was called stale, and each of its choices was a warning."""
     path = places / "given.json"
     table.save(a_table(arch.target("sm_90a"), Contract(), "recurrent"), path)
-    with pytest.raises(UnsupportedProblem, match="of kind cuda: accepted on .* are tables of kind cpu"):
+    with pytest.raises(
+        UnsupportedProblem, match="of kind cuda: accepted on .* are tables of kind cpu"
+    ):
         Runtime(device()).use(path)
     monkeypatch.setenv("GDNTUNE_TABLE", str(path))
     with pytest.raises(UnsupportedProblem, match="of kind cuda"):

@@ -1,4 +1,6 @@
-"""KDA through the public function: it is GDN with a gate for each key dimension, in every gate mode and up to the ends of their range."""
+"""KDA through the public function: it is GDN with a gate for each key dimension, in every gate mode
+and up to the ends of their range.
+"""
 
 import dataclasses
 import itertools
@@ -16,7 +18,9 @@ from gdntune.problem import Contract, Problem
 GATES = {
     "log": Contract(op="kda_decode", gate="log", state_dtype="fp32", gate_dtype="fp32"),
     "softplus": Contract(op="kda_decode", gate="softplus", state_dtype="fp32", gate_dtype="fp32"),
-    "lower_bound": Contract(op="kda_decode", gate="lower_bound", state_dtype="fp32", gate_dtype="fp32"),
+    "lower_bound": Contract(
+        op="kda_decode", gate="lower_bound", state_dtype="fp32", gate_dtype="fp32"
+    ),
 }
 WITH_PARAMETERS = ("softplus", "lower_bound")
 GDN = Contract(state_dtype="fp32", gate_dtype="fp32")
@@ -27,7 +31,9 @@ CONTRACTS = [
     for T in (1, 3)
     for layout in ("k_last", "v_last")
 ]
-CONTRACTS += [GATES[gate].replace(gate_dtype=dtype) for gate in WITH_PARAMETERS for dtype in ("bf16", "fp16")]
+CONTRACTS += [
+    GATES[gate].replace(gate_dtype=dtype) for gate in WITH_PARAMETERS for dtype in ("bf16", "fp16")
+]
 CONTRACTS += [GATES["lower_bound"].replace(beta="given", beta_dtype="fp32")]
 
 by_device = pytest.mark.parametrize("device", DEVICES)
@@ -36,7 +42,9 @@ K = 128
 
 
 def judged(before, **changes):
-    """A clone of a case after its public call, which must agree with the fp64 reference and touch nothing else."""
+    """A clone of a case after its public call, which must agree with the fp64 reference and touch
+    nothing else.
+    """
     truth = Truth(before)
     case = before.clone()
     call(case, **changes)
@@ -48,7 +56,9 @@ def judged(before, **changes):
 @by_gate
 @pytest.mark.parametrize("tokens, layout", [(1, "k_last"), (3, "k_last"), (3, "v_last")])
 def test_a_gate_constant_over_k_is_gdn(tokens, layout, gate, device):
-    """With the same gate at each key dimension KDA equals GDN to fp32's rounding; lower_bound equals GDN of the log decay it makes."""
+    """With the same gate at each key dimension KDA equals GDN to fp32's rounding; lower_bound
+    equals GDN of the log decay it makes.
+    """
     raw = gate == "softplus"
     contract = GDN.replace(tokens=tokens, layout=layout, gate="raw" if raw else "log")
     gdn = make_case(Problem(contract, 3, 2, 4), device, seed=1)
@@ -57,8 +67,13 @@ def test_a_gate_constant_over_k_is_gdn(tokens, layout, gate, device):
     if gate == "lower_bound":
         # decays of e^-0.5 to e^-4
         x = torch.randn(gdn.a.shape, device=device)
-        kda.A_log, bias = (torch.linspace(-1, 1, 4, device=device), torch.linspace(-1, 0, 4, device=device))
-        gdn.a = (-5 * torch.sigmoid(kda.A_log.double().exp() * (x.double() + bias.double()))).float()
+        kda.A_log, bias = (
+            torch.linspace(-1, 1, 4, device=device),
+            torch.linspace(-1, 0, 4, device=device),
+        )
+        gdn.a = (
+            -5 * torch.sigmoid(kda.A_log.double().exp() * (x.double() + bias.double()))
+        ).float()
         kda.a, kda.dt_bias = x, bias
     kda.a = kda.a[..., None].expand(*kda.a.shape, K).contiguous()
     if kda.dt_bias is not None:
@@ -74,7 +89,11 @@ def spread(values, shape, device):
     """The values one after another, as often as a shape needs."""
     turns = itertools.cycle(values)
     count = torch.Size(shape).numel()
-    return torch.tensor([next(turns) for _ in range(count)], dtype=torch.float64).view(shape).to(device)
+    return (
+        torch.tensor([next(turns) for _ in range(count)], dtype=torch.float64)
+        .view(shape)
+        .to(device)
+    )
 
 
 FP32 = torch.finfo(torch.float32).max
@@ -97,7 +116,9 @@ ENDS = {
 @pytest.mark.parametrize("gate, name", [(gate, name) for gate in ENDS for name in ENDS[gate]])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_ends_of_the_range(tokens, gate, name, device):
-    """Fault: gates at which exp overflows made 0 * inf = NaN. g, dt_bias and A_log at the ends of fp32, each with the others as models have them."""
+    """Fault: gates at which exp overflows made 0 * inf = NaN. g, dt_bias and A_log at the ends of
+    fp32, each with the others as models have them.
+    """
     before = make_case(Problem(GATES[gate].replace(tokens=tokens), 2, 2, 4), device, seed=2)
     field = "a" if name == "g" else name
     x = getattr(before, field)
@@ -109,23 +130,36 @@ def test_ends_of_the_range(tokens, gate, name, device):
 @by_device
 @pytest.mark.parametrize("gate", WITH_PARAMETERS)
 def test_ends_of_the_range_together(gate, device):
-    """As above, g, dt_bias and A_log at once, up to exp(A_log) = 55: beyond, a softplus below fp32's normal numbers would count.
+    """As above, g, dt_bias and A_log at once, up to exp(A_log) = 55: beyond, a softplus below
+    fp32's normal numbers would count.
 
-    On CUDA exp(A_log) below fp32's normal numbers is zero, which counts beside such a g: from -80 there.
+    On CUDA exp(A_log) below fp32's normal numbers is zero, which counts beside such a g: from -80
+    there.
     """
     least = -FP32 if device == "cpu" else -80.0
     before = make_case(Problem(GATES[gate], 4, 5, 5), device, seed=3)
     for field, name in (("a", "g"), ("dt_bias", "dt_bias"), ("A_log", "A_log")):
         x = getattr(before, field)
-        x.copy_(spread(ENDS[gate][name], x.shape, device).clamp(*((least, 4.0) if name == "A_log" else (-FP32, FP32))))
+        x.copy_(
+            spread(ENDS[gate][name], x.shape, device).clamp(
+                *((least, 4.0) if name == "A_log" else (-FP32, FP32))
+            )
+        )
     after = judged(before)
     assert after.output.isfinite().all() and after.state.isfinite().all()
 
 
-# exp(A_log) beyond fp32's largest number, and g with which a zero stood beside it: the decay is 0, then 1
+# exp(A_log) beyond fp32's largest number, and g with which a zero stood beside it: the decay is 0,
+# then 1
 VANISHING = {
     "softplus": [(0.0, 0.0), (3.0, 0.0), (-70.0, 0.0), (-250.0, 1.0), (-1e4, 1.0), (-FP32, 1.0)],
-    "lower_bound": [(0.0, math.exp(-2.5)), (1e-6, math.exp(-5)), (FP32, math.exp(-5)), (-1e-6, 1.0), (-FP32, 1.0)],
+    "lower_bound": [
+        (0.0, math.exp(-2.5)),
+        (1e-6, math.exp(-5)),
+        (FP32, math.exp(-5)),
+        (-1e-6, 1.0),
+        (-FP32, 1.0),
+    ],
 }
 
 
@@ -133,7 +167,9 @@ VANISHING = {
 @pytest.mark.parametrize("A_log", [88.8, 100.0, 200.0])
 @pytest.mark.parametrize("gate", WITH_PARAMETERS)
 def test_rates_beyond_exp(gate, A_log, device):
-    """Fault: exp(A_log) overflowed from 88.7 on, and inf * 0 was NaN. The decay has its limit there: zero, one, or what lower_bound says."""
+    """Fault: exp(A_log) overflowed from 88.7 on, and inf * 0 was NaN. The decay has its limit
+    there: zero, one, or what lower_bound says.
+    """
     values, decays = zip(*VANISHING[gate], strict=True)
     before = make_case(Problem(GATES[gate], 2, 1, 1), device, seed=7)
     before.A_log.fill_(A_log)
@@ -150,7 +186,9 @@ def test_rates_beyond_exp(gate, A_log, device):
 @pytest.mark.parametrize("A_log", [86.0, 88.5, 90.0, 104.0, 200.0, 1e4, FP32])
 @pytest.mark.parametrize("op", ["gdn", "kda"])
 def test_rates_that_a_vanishing_softplus_answers(op, A_log):
-    """exp(A_log) and softplus(x) beyond fp32 at both ends, their product within: exp(A_log + x), which the CPU's kernels follow too."""
+    """exp(A_log) and softplus(x) beyond fp32 at both ends, their product within: exp(A_log + x),
+    which the CPU's kernels follow too.
+    """
     contract = GDN if op == "gdn" else GATES["softplus"]
     before = make_case(Problem(contract, 8, 1, 1), "cpu", seed=8)
     before.A_log.fill_(A_log)
@@ -174,9 +212,13 @@ def test_ends_of_16_bit_gates(gate, gate_dtype, limit, device):
 
 @by_device
 @pytest.mark.parametrize("gate", WITH_PARAMETERS)
-@pytest.mark.parametrize("A_of, dt_of, flat", [*itertools.product(("HV", "H"), ("HV", "H"), (False, True))])
+@pytest.mark.parametrize(
+    "A_of, dt_of, flat", [*itertools.product(("HV", "H"), ("HV", "H"), (False, True))]
+)
 def test_shapes_of_the_parameters(A_of, dt_of, flat, gate, device):
-    """A_log [HV] or [H], dt_bias [HV, K], [H, K] or these flat, in any pairing: the bits of one row a value head written out."""
+    """A_log [HV] or [H], dt_bias [HV, K], [H, K] or these flat, in any pairing: the bits of one row
+    a value head written out.
+    """
     H, HV = 2, 6
     explicit = make_case(Problem(GATES[gate], 3, H, HV), device, seed=5)
     short = {"A_log": explicit.A_log[:H].clone(), "dt_bias": explicit.dt_bias[:H].clone()}
@@ -204,7 +246,9 @@ def test_lower_bound_is_dynamic(device):
     first = judged(before)
     before.lower_bound = -5.0
     assert not torch.equal(judged(before).state, first.state)
-    given = dataclasses.replace(before.clone(), problem=Problem(GATES["lower_bound"].replace(beta="given"), 2, 1, 2))
+    given = dataclasses.replace(
+        before.clone(), problem=Problem(GATES["lower_bound"].replace(beta="given"), 2, 1, 2)
+    )
     given.b = before.b.float().sigmoid()
     call(given)
     torch.testing.assert_close(given.state, judged(before).state, rtol=1e-5, atol=1e-5)
@@ -276,7 +320,9 @@ def test_refusals_of_lower_bound(lower_bound):
 
 @pytest.mark.parametrize("gate", WITH_PARAMETERS)
 def test_parameters_that_are_too_short_are_refused_on_later_calls_too(gate):
-    """Fault: a compiled call took any number of heads in A_log and dt_bias, and read beyond their ends. The first call is right."""
+    """Fault: a compiled call took any number of heads in A_log and dt_bias, and read beyond their
+    ends. The first call is right.
+    """
     kda(gate)
     refused("A_log has shape", kda, gate, A_log=torch.zeros(1))
     refused("A_log has shape .* dt_bias", kda, gate, dt_bias=torch.zeros(1, K))

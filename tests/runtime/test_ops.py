@@ -1,4 +1,6 @@
-"""The public functions on CPU tensors: what they compute, what they accept, what they refuse; on CUDA tensors where there are any."""
+"""The public functions on CPU tensors: what they compute, what they accept, what they refuse; on
+CUDA tensors where there are any.
+"""
 
 import dataclasses
 import math
@@ -28,11 +30,18 @@ CONTRACTS = {
     "rows": Contract(pool=False, tokens=2, state_dtype="fp32"),
     "dense frozen": Contract(tokens=3, intermediate="dense", mode="frozen", state_dtype="fp32"),
     "indexed update": Contract(tokens=2, intermediate="indexed", state_dtype="fp32"),
-    "slots accepted": Contract(tokens=3, intermediate="slots", accepted=True, mode="frozen", state_dtype="fp32"),
+    "slots accepted": Contract(
+        tokens=3, intermediate="slots", accepted=True, mode="frozen", state_dtype="fp32"
+    ),
     "slots update": Contract(tokens=2, intermediate="slots", mode="update", state_dtype="fp32"),
     "ragged": Contract(tokens=4, ragged=True, state_dtype="fp32"),
     "v_last log": Contract(
-        layout="v_last", gate="log", beta="given", state_dtype="fp32", gate_dtype="fp32", beta_dtype="fp32"
+        layout="v_last",
+        gate="log",
+        beta="given",
+        state_dtype="fp32",
+        gate_dtype="fp32",
+        beta_dtype="fp32",
     ),
     "kda log": Contract(op="kda_decode", gate="log", beta="given", tokens=2, state_dtype="fp32"),
     "kda softplus": Contract(op="kda_decode", gate="softplus", state_dtype="fp32"),
@@ -43,7 +52,9 @@ CONTRACTS = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_public_call_agrees_with_the_reference(name, device):
-    """Each kind of call reaches a kernel that serves it, and every place it writes holds what the fp64 reference says."""
+    """Each kind of call reaches a kernel that serves it, and every place it writes holds what the
+    fp64 reference says.
+    """
     contract = CONTRACTS[name]
     options = {"split": True, "padding": 0.3} if contract.pool else {}
     truth = Truth(make_case(Problem(contract, 4, 2, 4), device, seed=3, **options))
@@ -81,7 +92,9 @@ def test_no_requests_is_no_work(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_packed_decode_is_plain_decode(device):
-    """The call that vLLM and SGLang make: q, k, v in one tensor, 2-D gates, slot 0 as padding; the same bits as the plain call."""
+    """The call that vLLM and SGLang make: q, k, v in one tensor, 2-D gates, slot 0 as padding; the
+    same bits as the plain call.
+    """
     contract = Contract(state_dtype="fp32")
     case = make_case(Problem(contract, 4, 2, 4), device, packed_qkv=True, slots=8, null_index=0)
     state = case.state.clone()
@@ -221,9 +234,11 @@ REFUSALS = {
 @pytest.mark.parametrize("when", ["first", "later"])
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals_name_the_argument(name, when):
-    """Every refusal is an UnsupportedProblem (a ValueError) that names the argument, what was given and what is accepted.
+    """Every refusal is an UnsupportedProblem (a ValueError) that names the argument, what was given
+    and what is accepted.
 
-    On the first call, and after right ones, which find their function bound and pass no check of a contract.
+    On the first call, and after right ones, which find their function bound and pass no check of a
+    contract.
     """
     kind, changes, match = REFUSALS[name]
     ops._BOUND.clear()
@@ -266,12 +281,16 @@ def test_refusals_of_what_flows(name):
 
 
 def test_refusals_hold_on_later_calls():
-    """Fault: what a compiled call does not tie was refused on the first call alone: later ones find their function bound."""
+    """Fault: what a compiled call does not tie was refused on the first call alone: later ones find
+    their function bound.
+    """
     case = make_case(Problem(CONTRACTS[RAGGED], 3, 2, 4), "cpu")
     call(case)
     refused("k has dtype", call, dataclasses.replace(case, k=case.k.float()))
     twice = {name: torch.cat([getattr(case, name)] * 2) for name in "qkvab"}
-    refused(r"q has shape \(2, .*packed rows", call, dataclasses.replace(case, **twice), output=None)
+    refused(
+        r"q has shape \(2, .*packed rows", call, dataclasses.replace(case, **twice), output=None
+    )
     refused("cu_seqlens of 2 requests", call, case, cu_seqlens=case.cu_seqlens[:3])
 
 
@@ -326,10 +345,18 @@ def test_refusals_of_the_packed_call(changes, match):
         ({"K": 80}, (1, 2, 4), "K=80: accepted are 64, 96, 128, 256"),
         ({"V": 544}, (1, 2, 4), "V=544: accepted are multiples of 32 from 32 to 512"),
         ({"tokens": 17}, (1, 2, 4), "tokens=17: accepted are 1 to 16"),
-        ({"gate": "softplus"}, (1, 2, 4), "gate='softplus' with op=gdn_decode: accepted are raw, log"),
+        (
+            {"gate": "softplus"},
+            (1, 2, 4),
+            "gate='softplus' with op=gdn_decode: accepted are raw, log",
+        ),
         ({"state_dtype": "fp8"}, (1, 2, 4), "state_dtype='fp8': accepted are bf16, fp16, fp32"),
         ({"accepted": True}, (1, 2, 4), "num_accepted_tokens goes with 'slots' alone"),
-        ({"intermediate": "slots", "pool": False}, (1, 2, 4), "intermediate='slots' without a pool"),
+        (
+            {"intermediate": "slots", "pool": False},
+            (1, 2, 4),
+            "intermediate='slots' without a pool",
+        ),
         ({}, ("1", 2, 4), "B='1': accepted is int"),
         ({}, (1, 2, 4.0), "HV=4.0: accepted is int"),
         ({"tokens": "1"}, (1, 2, 4), "tokens='1': accepted is int"),
@@ -348,7 +375,12 @@ def test_refusals_of_plan_and_prepare(changes, sizes, match):
 
 def test_a_device_that_no_kernel_knows():
     """plan and prepare say which devices there are."""
-    refused("device='tpu': accepted are 'cuda' and 'cpu'", gdntune.plan, Problem(Contract(), 1, 2, 4), "tpu")
+    refused(
+        "device='tpu': accepted are 'cuda' and 'cpu'",
+        gdntune.plan,
+        Problem(Contract(), 1, 2, 4),
+        "tpu",
+    )
     refused("device='tpu': accepted are 'cuda' and 'cpu'", gdntune.prepare, Contract(), "tpu")
 
 
@@ -379,30 +411,44 @@ def test_numbers_of_numpy_and_flags_of_numbers():
     case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
     alike, state = call(case.clone(), output=None), numpy.float32(case.scale)
     assert torch.equal(
-        call(case, output=None, scale=state, null_index=numpy.int64(-1), use_qk_l2norm=numpy.True_), alike
+        call(case, output=None, scale=state, null_index=numpy.int64(-1), use_qk_l2norm=numpy.True_),
+        alike,
     )
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_gradients_that_are_off(off):
-    """Tensors of a model whose parameters require a gradient are as good as others where gradients are off."""
+    """Tensors of a model whose parameters require a gradient are as good as others where gradients
+    are off.
+    """
     case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
     alike = call(case.clone(), output=None)
     with off():
-        assert torch.equal(call(dataclasses.replace(case, q=case.q.requires_grad_()), output=None), alike)
+        assert torch.equal(
+            call(dataclasses.replace(case, q=case.q.requires_grad_()), output=None), alike
+        )
 
 
 def test_no_heads_are_no_work(monkeypatch):
-    """Fault: HV=0 was launched, by the last interval's function, and a launch of no blocks is an error on CUDA."""
+    """Fault: HV=0 was launched, by the last interval's function, and a launch of no blocks is an
+    error on CUDA.
+    """
     monkeypatch.setattr(dispatch.Bound, "at", None)
     case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
     none = {n: getattr(case, n)[:, :, :0] for n in "vab"}
-    changes = {"initial_state": case.state[:, :0], "A_log": case.A_log[:0], "dt_bias": case.dt_bias[:0], "output": None}
+    changes = {
+        "initial_state": case.state[:, :0],
+        "A_log": case.A_log[:0],
+        "dt_bias": case.dt_bias[:0],
+        "output": None,
+    }
     assert call(dataclasses.replace(case, **none), **changes).shape == (3, 1, 0, 128)
 
 
 def test_what_is_no_fault_of_the_arguments_passes_through(monkeypatch):
-    """Fault: a missing compiler, a RuntimeError too, was reported as a failed call, without its type and its remedy."""
+    """Fault: a missing compiler, a RuntimeError too, was reported as a failed call, without its
+    type and its remedy.
+    """
     case = make_case(Problem(CONTRACTS["T=1 pool"], 3, 2, 4), "cpu")
     for error in (ToolMissing("no compiler"), BuildError("does not compile")):
 
@@ -417,13 +463,17 @@ def test_what_is_no_fault_of_the_arguments_passes_through(monkeypatch):
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(dispatch.Bound, "at", lambda self, work_units: fails)
-    with pytest.raises(GdntuneError, match="gdn_decode failed: RuntimeError: out of luck") as caught:
+    with pytest.raises(
+        GdntuneError, match="gdn_decode failed: RuntimeError: out of luck"
+    ) as caught:
         call(case)
     assert not isinstance(caught.value, UnsupportedProblem)
 
 
 def test_what_a_compiled_call_says_is_passed_on(monkeypatch):
-    """A refusal that no argument explains is a refusal all the same, with the compiled call's words."""
+    """A refusal that no argument explains is a refusal all the same, with the compiled call's
+    words.
+    """
 
     def odd(*arguments):
         raise ValueError("q is odd")
@@ -434,20 +484,31 @@ def test_what_a_compiled_call_says_is_passed_on(monkeypatch):
 
 
 def test_faults_of_a_call_by_convention():
-    """What the public functions find before they call, said of a call by the kernels' convention too: no tensor, dtypes, rows of KDA."""
+    """What the public functions find before they call, said of a call by the kernels' convention
+    too: no tensor, dtypes, rows of KDA.
+    """
     case = make_case(Problem(CONTRACTS["kda softplus"], 3, 2, 4), "cpu")
 
     def fault(**changes):
-        return refused(".", arguments.check_values, case.contract, dataclasses.replace(case, **changes).arguments())
+        return refused(
+            ".",
+            arguments.check_values,
+            case.contract,
+            dataclasses.replace(case, **changes).arguments(),
+        )
 
     assert fault(read_index=None) == "initial_state_indices is None: accepted is a tensor [3]"
     assert fault(v=case.v.float()) == "v has dtype torch.float32: accepted is q's, torch.bfloat16"
     said = fault(A_log=torch.zeros(3))
-    assert "A_log has shape (3,)" in said and "one row a value head or one a q/k head, [2, 4]" in said
+    assert (
+        "A_log has shape (3,)" in said and "one row a value head or one a q/k head, [2, 4]" in said
+    )
 
 
 def test_only_what_was_passed_is_named():
-    """Fault: wrong initial_state_indices were refused a second time as output_state_indices, which the caller had not passed."""
+    """Fault: wrong initial_state_indices were refused a second time as output_state_indices, which
+    the caller had not passed.
+    """
     case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
     case.write_index = None
     said = refused("initial_state_indices has shape", call, case, initial_state_indices=int32(2))
@@ -456,17 +517,25 @@ def test_only_what_was_passed_is_named():
     assert "output_state_indices has shape (4,)" in both
 
 
-@pytest.mark.parametrize("public", [gdntune.plan, gdntune.prepare, call], ids=["plan", "prepare", "call"])
+@pytest.mark.parametrize(
+    "public", [gdntune.plan, gdntune.prepare, call], ids=["plan", "prepare", "call"]
+)
 def test_a_variant_that_does_not_compile(public, monkeypatch):
     """Compiling on first use fails by name and reason."""
-    contract = Contract(K=64, V=32, state_dtype="fp16", beta="given", gate="log", layout="v_last", mode="frozen")
+    contract = Contract(
+        K=64, V=32, state_dtype="fp16", beta="given", gate="log", layout="v_last", mode="frozen"
+    )
     problem = Problem(contract, 1, 1, 1)
 
     def compiled(specs, store, **options):
         return [Built(spec, None, "no room") for spec, _ in specs]
 
     monkeypatch.setattr(dispatch, "compile_objects", compiled)
-    monkeypatch.setattr(dispatch, "runtime", lambda *_: dispatch.Runtime(arch.detect("cpu"), Store(Path("/nowhere"))))
+    monkeypatch.setattr(
+        dispatch,
+        "runtime",
+        lambda *_: dispatch.Runtime(arch.detect("cpu"), Store(Path("/nowhere"))),
+    )
     monkeypatch.setattr(ops, "runtime", dispatch.runtime)
     ops._BOUND.clear()
     given = {gdntune.plan: (problem, "cpu"), gdntune.prepare: (contract, "cpu")}.get(public) or (
@@ -487,14 +556,18 @@ def test_a_variant_that_does_not_compile(public, monkeypatch):
     ],
 )  # fmt: skip
 def test_refusals_of_what_cannot_be_loaded_at_once(field, change, match):
-    """On a GPU: addresses and strides that are no multiple of 16 bytes are refused by name, not read wrongly."""
+    """On a GPU: addresses and strides that are no multiple of 16 bytes are refused by name, not
+    read wrongly.
+    """
     case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cuda")
     setattr(case, field, change(getattr(case, field)))
     refused(match, call, case)
 
 
 def test_heads_that_do_not_divide_are_refused():
-    """HV must be a multiple of H: the compiled call cannot check it, and would divide by zero or read beyond q."""
+    """HV must be a multiple of H: the compiled call cannot check it, and would divide by zero or
+    read beyond q.
+    """
     case = make_case(Problem(CONTRACTS["T=1 pool"], 3, 2, 4), "cpu")
     case.q, case.k = (torch.cat([x, x[:, :, :1]], 2) for x in (case.q, case.k))
     refused("HV=4.*H=3.*multiple", call, case)
@@ -504,7 +577,9 @@ def test_head_sizes_that_no_kernel_serves_are_refused():
     """A head size that is not served is refused, never served in part."""
     case = make_case(Problem(CONTRACTS["T=1 pool"], 3, 2, 4), "cpu")
     case.q, case.k = case.q[..., :80], case.k[..., :80]
-    refused("K=80: accepted are 64, 96, 128, 256", call, case, initial_state=torch.zeros(3, 4, 128, 80))
+    refused(
+        "K=80: accepted are 64, 96, 128, 256", call, case, initial_state=torch.zeros(3, 4, 128, 80)
+    )
 
 
 @pytest.fixture
@@ -549,7 +624,9 @@ def test_checked_mode_reads_what_lies_on_the_device(name):
 
 @pytest.mark.usefixtures("checked")
 def test_checked_mode_names_what_was_passed():
-    """Fault: a slot that initial_state_indices names twice was called one of output_state_indices, which the caller had not passed."""
+    """Fault: a slot that initial_state_indices names twice was called one of output_state_indices,
+    which the caller had not passed.
+    """
     case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu", permute=False)
     case.write_index = None
     match = r"^initial_state_indices\[2\] is 1, as is initial_state_indices\[1\]: two requests would write one slot"
@@ -563,16 +640,25 @@ def test_checked_mode_refuses_rows_of_one_memory(name):
     case = make_case(Problem(CONTRACTS["rows"], 3, 2, 4), "cpu")
     whole = case.state if name == "initial_state" else case.output
     refused(
-        f"{name} has stride 0 at dimension 0, of size 3.*clone", call, case, **{name: whole[:1].expand(whole.shape)}
+        f"{name} has stride 0 at dimension 0, of size 3.*clone",
+        call,
+        case,
+        **{name: whole[:1].expand(whole.shape)},
     )
 
 
 @pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_checked_mode_lets_right_calls_pass(name):
-    """A right call, padding and lengths of 0 among its requests, gives with GDNTUNE_CHECK=1 what it gives without."""
+    """A right call, padding and lengths of 0 among its requests, gives with GDNTUNE_CHECK=1 what it
+    gives without.
+    """
     contract = CONTRACTS[name]
-    options = {"split": True, "padding": 0.3, "null_index": 0, "index_dtype": torch.int64} if contract.pool else {}
+    options = (
+        {"split": True, "padding": 0.3, "null_index": 0, "index_dtype": torch.int64}
+        if contract.pool
+        else {}
+    )
     if contract.ragged:
         options["lengths"] = [0, 4, 1, 2]
     truth = Truth(make_case(Problem(contract, 4, 2, 4), "cpu", seed=4, **options))
@@ -585,7 +671,9 @@ def test_checked_mode_lets_right_calls_pass(name):
 def test_checked_mode_refuses_shapes_in_the_same_words():
     """What a compiled call would refuse is found before it is called."""
     case = make_case(Problem(CONTRACTS[ONE], 3, 2, 4), "cpu")
-    refused(r"initial_state_indices has shape \(2,\).*\[3\]", call, case, initial_state_indices=int32(2))
+    refused(
+        r"initial_state_indices has shape \(2,\).*\[3\]", call, case, initial_state_indices=int32(2)
+    )
 
 
 def test_batch_invariant_gives_the_same_bits_in_any_batch():
@@ -600,14 +688,26 @@ def test_batch_invariant_gives_the_same_bits_in_any_batch():
 
 
 def test_docstrings_say_what_is_static():
-    """Each argument of the public functions stands in the docstring, which says what is compiled in and what is not."""
-    for function in (gdntune.gated_delta_rule_decode, gdntune.kda_decode, gdntune.gated_delta_rule_packed_decode):
+    """Each argument of the public functions stands in the docstring, which says what is compiled in
+    and what is not.
+    """
+    for function in (
+        gdntune.gated_delta_rule_decode,
+        gdntune.kda_decode,
+        gdntune.gated_delta_rule_packed_decode,
+    ):
         text = function.__doc__ + gdntune.gated_delta_rule_decode.__doc__
-        names = function.__code__.co_varnames[: function.__code__.co_argcount + function.__code__.co_kwonlyargcount]
+        names = function.__code__.co_varnames[
+            : function.__code__.co_argcount + function.__code__.co_kwonlyargcount
+        ]
         assert [n for n in names if n not in text] == []
         assert "tatic" in text
 
 
 def test_contract_fields_are_documented():
     """Every field of Contract is explained in its docstring."""
-    assert [f.name for f in msgspec.structs.fields(problem.Contract) if f.name not in problem.Contract.__doc__] == []
+    assert [
+        f.name
+        for f in msgspec.structs.fields(problem.Contract)
+        if f.name not in problem.Contract.__doc__
+    ] == []

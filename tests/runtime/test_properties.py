@@ -1,6 +1,8 @@
-"""What must hold of every decode call, whatever its sizes: on random ones, for GDN and KDA, through the public functions.
+"""What must hold of every decode call, whatever its sizes: on random ones, for GDN and KDA, through
+the public functions.
 
-Examples are the same in each run. Bits are compared where an order of sums is promised, fp32 rounding where it is not.
+Examples are the same in each run. Bits are compared where an order of sums is promised, fp32
+rounding where it is not.
 """
 
 import dataclasses
@@ -39,7 +41,11 @@ CONTRACTS = [
     for base in BASES.values()
     for contract in (
         *kinds(base),
-        *(base.replace(tokens=T, state_dtype=dtype) for T in (1, *TOKENS) for dtype in ("fp32", "bf16")),
+        *(
+            base.replace(tokens=T, state_dtype=dtype)
+            for T in (1, *TOKENS)
+            for dtype in ("fp32", "bf16")
+        ),
         *(base.replace(tokens=T, layout="v_last") for T in (1, 4)),
     )
 ]
@@ -50,7 +56,9 @@ by_op = pytest.mark.parametrize("op", BASES)
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Tensors are small: where cores are shared, a second thread makes an operation wait for it, a hundred times as long."""
+    """Tensors are small: where cores are shared, a second thread makes an operation wait for it, a
+    hundred times as long.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -111,7 +119,9 @@ def assert_same(x, y):
 
 
 def assert_close(x, y, tokens):
-    """Two cases' results are the same but for rounding: states row by row as two right kernels may differ, outputs by a bf16 step."""
+    """Two cases' results are the same but for rounding: states row by row as two right kernels may
+    differ, outputs by a bf16 step.
+    """
 
     def near(a, b):
         apart, size = (a.double() - b.double()).norm(dim=-1), b.double().norm(dim=-1)
@@ -119,7 +129,12 @@ def assert_close(x, y, tokens):
 
     near(x.state, y.state)
     rms = y.output.float().pow(2).mean(-1, keepdim=True).sqrt()
-    assert bool(((x.output.float() - y.output.float()).abs() <= 2**-7 * y.output.float().abs() + 2**-12 * rms).all())
+    assert bool(
+        (
+            (x.output.float() - y.output.float()).abs()
+            <= 2**-7 * y.output.float().abs() + 2**-12 * rms
+        ).all()
+    )
 
 
 def rows_of(case, n):
@@ -130,7 +145,9 @@ def rows_of(case, n):
 
 
 def take(case, requests):
-    """Some of a case's requests, in this order, as a case of their own on the same states and buffer."""
+    """Some of a case's requests, in this order, as a case of their own on the same states and
+    buffer.
+    """
     problem = Problem(case.contract, len(requests), case.problem.H, case.problem.HV)
     changes = {
         name: getattr(case, name)[requests]
@@ -141,7 +158,9 @@ def take(case, requests):
         x = getattr(case, name)
         if case.contract.ragged:
             ends = case.cu_seqlens.tolist()
-            changes[name] = torch.cat([x[:, :0], *(x[:, ends[n] : ends[n + 1]] for n in requests)], 1)
+            changes[name] = torch.cat(
+                [x[:, :0], *(x[:, ends[n] : ends[n + 1]] for n in requests)], 1
+            )
         else:
             changes[name] = x[requests]
     if case.contract.ragged:
@@ -176,7 +195,9 @@ def test_tokens_in_one_call_or_one_by_one(op, device, sizes, tokens):
 @by_device
 @examples(12, sizes=sizes, tokens=st.sampled_from(TOKENS))
 def test_bf16_states_are_rounded_between_calls_alone(op, device, sizes, tokens):
-    """With bf16 states both agree with the reference, which rounds where a state is stored: after each call, not between its tokens."""
+    """With bf16 states both agree with the reference, which rounds where a state is stored: after
+    each call, not between its tokens.
+    """
     before = sizes.case(BASES[op].replace(tokens=tokens, state_dtype="bf16"), device)
     truth, whole, steps = Truth(before), before.clone(), before.clone()
     call(whole)
@@ -231,15 +252,22 @@ def test_splitting_a_batch_changes_nothing(op, device, sizes, at):
 @by_device
 @examples(30, sizes=sizes)
 def test_slots_not_named_are_unchanged(op, device, sizes):
-    """Every slot that no index names for writing keeps its bits, and so does each gap between slots."""
-    before = sizes.case(kinds(BASES[op])[sizes.kind], device, slots=40, split=True, slot_stride_pad=64)
+    """Every slot that no index names for writing keeps its bits, and so does each gap between
+    slots.
+    """
+    before = sizes.case(
+        kinds(BASES[op])[sizes.kind], device, slots=40, split=True, slot_stride_pad=64
+    )
     after = before.clone()
     call(after)
     named = before.slot_index if before.contract.intermediate == "slots" else before.write_index
     kept = [s for s in range(40) if s not in set(named.flatten().tolist())]
     assert len(kept) >= 20
     assert_same(after.state[kept], before.state[kept])
-    gaps = (x.state.as_strided((39, 64), (x.state.stride(0), 1), x.state[0].numel()) for x in (before, after))
+    gaps = (
+        x.state.as_strided((39, 64), (x.state.stride(0), 1), x.state[0].numel())
+        for x in (before, after)
+    )
     assert_same(*gaps)
 
 
@@ -247,14 +275,20 @@ def test_slots_not_named_are_unchanged(op, device, sizes):
 @by_device
 @examples(30, sizes=sizes, share=st.sampled_from([0.3, 0.6, 1.0]))
 def test_padding_rows_are_zero(op, device, sizes, share):
-    """Padding, whose inputs are NaN here, leaves zeros in its output rows and touches no slot or row of a buffer."""
-    before = sizes.case(kinds(BASES[op])[sizes.kind], device, padding=share, null_index=0, out_of_range=True)
+    """Padding, whose inputs are NaN here, leaves zeros in its output rows and touches no slot or
+    row of a buffer.
+    """
+    before = sizes.case(
+        kinds(BASES[op])[sizes.kind], device, padding=share, null_index=0, out_of_range=True
+    )
     truth, after = Truth(before), before.clone()
     call(after)
     start = before.read_index
     if start is None:
         columns = before.slot_index.shape[1]
-        start = before.slot_index.gather(1, before.accepted.clamp(1, columns)[:, None].long() - 1)[:, 0]
+        start = before.slot_index.gather(1, before.accepted.clamp(1, columns)[:, None].long() - 1)[
+            :, 0
+        ]
     padded = [n for n, i in enumerate(start.tolist()) if not 0 < i < before.state.shape[0]]
     assert padded
     for n in padded:

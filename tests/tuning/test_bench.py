@@ -1,4 +1,6 @@
-"""gdntune/bench.py: peers beside our choice, the default and the floor; what fails is a row that says so."""
+"""gdntune/bench.py: peers beside our choice, the default and the floor; what fails is a row that
+says so.
+"""
 
 import csv
 import io
@@ -64,7 +66,14 @@ def store(tmp_path_factory):
 
 def run(folder, store, *names, text=TINY, **options):
     """A bench of a config's text on this CPU."""
-    return bench.bench(config.parse(text), folder, peer_names=names, device=arch.detect("cpu"), store=store, **options)
+    return bench.bench(
+        config.parse(text),
+        folder,
+        peer_names=names,
+        device=arch.detect("cpu"),
+        store=store,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,24 +85,34 @@ def benched(tmp_path_factory, store):
 
 def rows(records, problem):
     """The trials of a problem by the last part of their variants' ids."""
-    return {r.variant.id.rpartition(".")[2]: r for r in records if isinstance(r, Trial) and r.problem == problem}
+    return {
+        r.variant.id.rpartition(".")[2]: r
+        for r in records
+        if isinstance(r, Trial) and r.problem == problem
+    }
 
 
 def test_every_entry_is_a_row(benched):
-    """Each entry of a peer has a trial at each cell it was asked for: times, or the reason why there are none."""
+    """Each entry of a peer has a trial at each cell it was asked for: times, or the reason why
+    there are none.
+    """
     _, outcome = benched
     for problem in config.parse(TINY).problems():
         found = rows([r for r in outcome.records if getattr(r, "role", "") == "peer"], problem)
         if problem.contract.tokens > 1:
             assert list(found) == ["peer:library"]
             lost = found["peer:library"]
-            assert lost.status == "failed" and "right, wrong, raises: tokens=2, accepted is 1" in lost.reason
+            assert (
+                lost.status == "failed"
+                and "right, wrong, raises: tokens=2, accepted is 1" in lost.reason
+            )
             assert "picky: V=64" in lost.reason
             continue
         assert set(found) == {"right", "wrong", "raises"}
         assert found["right"].status == "ok" and len(found["right"].samples_us) == 6
         assert (
-            "check failed: state of request" in found["wrong"].reason and "accepted is 0.002" in found["wrong"].reason
+            "check failed: state of request" in found["wrong"].reason
+            and "accepted is 0.002" in found["wrong"].reason
         )
         assert found["raises"].reason == "AssertionError: K must be 4096, got K=64"
         assert {found[name].status for name in ("wrong", "raises")} == {"failed"}
@@ -107,7 +126,9 @@ def test_a_cell_holds_ours_the_floor_and_the_peer(benched):
     assert outcome.timed == 4 and outcome.notes == []
     checked = {r.variant for r in records if isinstance(r, Check) and r.status == "ok"}
     for problem in config.parse(TINY).problems():
-        timed = [r for r in records if isinstance(r, Trial) and r.problem == problem and r.status == "ok"]
+        timed = [
+            r for r in records if isinstance(r, Trial) and r.problem == problem and r.status == "ok"
+        ]
         roles = [r.role for r in timed]
         assert roles.count("decode") == 1 and roles.count("floor") == 2
         assert all(r.variant.id in checked for r in timed if r.role != "floor")
@@ -119,21 +140,32 @@ def test_a_cell_holds_ours_the_floor_and_the_peer(benched):
 
 
 def test_a_finished_bench_does_nothing_again(benched, store):
-    """Resuming repeats nothing that is journalled; other peers or rounds want a folder of their own."""
+    """Resuming repeats nothing that is journalled; other peers or rounds want a folder of their
+    own.
+    """
     folder, _ = benched
     before = (folder / "journal.jsonl").read_bytes()
     assert run(folder, store, "fakes.library").timed == 4
     assert (folder / "journal.jsonl").read_bytes() == before
-    with pytest.raises(JournalError, match=r"another bench: peer fla: none in the journal, .* now \(--peers, .*--out"):
+    with pytest.raises(
+        JournalError,
+        match=r"another bench: peer fla: none in the journal, .* now \(--peers, .*--out",
+    ):
         run(folder, store, "fakes.library", "fla")
-    with pytest.raises(JournalError, match=r"another bench: rounds: 6 in the journal, 7 now \(--rounds, .*--out"):
+    with pytest.raises(
+        JournalError, match=r"another bench: rounds: 6 in the journal, 7 now \(--rounds, .*--out"
+    ):
         run(folder, store, "fakes.library", rounds=7)
-    with pytest.raises(JournalError, match=r"another bench: l2: warm in the journal, cold-clean now \(--l2, "):
+    with pytest.raises(
+        JournalError, match=r"another bench: l2: warm in the journal, cold-clean now \(--l2, "
+    ):
         run(folder, store, "fakes.library", policy=Policy())
 
 
 def test_a_place_is_looked_at_before_anything_is_compiled(benched, store, tmp_path, monkeypatch):
-    """Fault: a folder of another bench, in use, or that cannot be written was refused after everything was compiled."""
+    """Fault: a folder of another bench, in use, or that cannot be written was refused after
+    everything was compiled.
+    """
     folder, outcome = benched
     monkeypatch.setattr(bench, "compile_objects", lambda *_, **__: pytest.fail("compiled"))
     with pytest.raises(JournalError, match="rounds: 6 in the journal, 7 now"):
@@ -178,28 +210,41 @@ def lost_once(start, problem, *rest):
 
 
 def test_a_peer_is_not_blamed_for_what_the_timer_lost(monkeypatch, store, tmp_path):
-    """Fault: times that could not be true were not taken again, and cost the peers that were timed there their row."""
+    """Fault: times that could not be true were not taken again, and cost the peers that were timed
+    there their row.
+    """
     monkeypatch.setenv("GDNTUNE_TEST_LOST", str(tmp_path / "lost"))
     monkeypatch.setattr(bench_session, "time_task", lost_once)
     outcome = run(tmp_path / "bench", store, "fakes.library", text=ONE)
     assert (tmp_path / "lost").exists() and outcome.timed == 1
-    reasons = {r.reason for r in outcome.records if isinstance(r, Trial) and r.role == "peer" and r.status != "ok"}
+    reasons = {
+        r.reason
+        for r in outcome.records
+        if isinstance(r, Trial) and r.role == "peer" and r.status != "ok"
+    }
     assert not any("CUPTI" in reason for reason in reasons), reasons
-    assert any(r.role == "peer" and r.status == "ok" for r in outcome.records if isinstance(r, Trial))
+    assert any(
+        r.role == "peer" and r.status == "ok" for r in outcome.records if isinstance(r, Trial)
+    )
 
 
 def hot(start, problem, *rest):
     """A device whose power brake is on; runs in the timing process."""
     got = honest_time_task(start, problem, *rest)
-    return got._replace(took=got.took._replace(before=arch.Clocks(event_reasons=("hw_power_brake_slowdown",))))
+    return got._replace(
+        took=got.took._replace(before=arch.Clocks(event_reasons=("hw_power_brake_slowdown",)))
+    )
 
 
 def test_a_device_that_cannot_hold_its_clocks_ends_the_bench(monkeypatch, store, tmp_path):
-    """Three throttled cells in a row are enough: none is a comparison; the same command goes on elsewhere."""
+    """Three throttled cells in a row are enough: none is a comparison; the same command goes on
+    elsewhere.
+    """
     with monkeypatch.context() as patched:
         patched.setattr(bench_session, "time_task", hot)
         with pytest.raises(
-            MeasurementError, match="last 3 cells were throttled by hw_power_brake_slowdown, and so when timed again:"
+            MeasurementError,
+            match="last 3 cells were throttled by hw_power_brake_slowdown, and so when timed again:",
         ):
             run(tmp_path, store)
     _, records = read(tmp_path / "journal.jsonl")
@@ -209,7 +254,9 @@ def test_a_device_that_cannot_hold_its_clocks_ends_the_bench(monkeypatch, store,
 
 
 def test_a_cell_that_was_done_again_counts_once(benched):
-    """Fault: of a cell that failed and was timed again the peers' reasons of both passes were counted."""
+    """Fault: of a cell that failed and was timed again the peers' reasons of both passes were
+    counted.
+    """
     folder, outcome = benched
     frame = report.report([folder]).frame
     [found] = compared(frame, outcome.records)
@@ -224,7 +271,9 @@ def test_a_cell_that_was_done_again_counts_once(benched):
 
 
 def test_the_report_compares(benched):
-    """Speed-ups by cell, one line with geometric mean and worst cell, what each peer moved, and those without times."""
+    """Speed-ups by cell, one line with geometric mean and worst cell, what each peer moved, and
+    those without times.
+    """
     folder, _ = benched
     made = report.report([folder])
     text = " ".join(made.markdown().split())
@@ -233,14 +282,17 @@ def test_the_report_compares(benched):
     [found] = made.peers()
     assert found["cells"] == 2 and found["peer"].startswith("library ")
     assert (
-        f"Against {found['peer']}: {found['geometric_mean']:.3f} times as fast in the geometric mean of 2 cells" in text
+        f"Against {found['peer']}: {found['geometric_mean']:.3f} times as fast in the geometric mean of 2 cells"
+        in text
     )
     assert sum(found["without_times"].values()) == 2 * 2 + 2
     f = made.frame
     peers = f[(f["role"] == "peer") & (f["status"] == "ok")]
     for _, row in peers.iterrows():
         chosen = f[f["chosen"] & (f["tokens"] == row["tokens"]) & (f["B"] == row["B"])].iloc[0]
-        assert row["chosen_speedup"] == pytest.approx(row["median_us"] / chosen["median_us"], abs=1e-3)
+        assert row["chosen_speedup"] == pytest.approx(
+            row["median_us"] / chosen["median_us"], abs=1e-3
+        )
         assert row["bytes_moved"] == chosen["bytes_moved"] + 1000 * row["B"]
     assert found["worst"] == pytest.approx(peers["chosen_speedup"].min())
     assert set(peers["verified"]) == {"ok"} and set(peers["kernel"]) == {"peer:library"}
@@ -251,7 +303,9 @@ def test_the_report_compares(benched):
 
 
 def test_behind_is_beyond_a_tie(benched):
-    """Slower by medians is one thing, behind another: by means, and by more than the larger of 1% and 32 ns."""
+    """Slower by medians is one thing, behind another: by means, and by more than the larger of 1%
+    and 32 ns.
+    """
     folder, outcome = benched
     frame = report.report([folder]).frame.copy()
     theirs = frame[(frame["role"] == "peer") & (frame["status"] == "ok")].index
@@ -271,7 +325,9 @@ def heads(tmp_path_factory, store):
 
 
 def test_equal_work_units_of_other_heads_are_cells_apart(heads):
-    """Fault: of several cells with equal B*HV, of different parts, one was timed. The table has one of them, that with the most heads."""
+    """Fault: of several cells with equal B*HV, of different parts, one was timed. The table has one
+    of them, that with the most heads.
+    """
     folder, outcome = heads
     cells = [r.problem for r in outcome.records if isinstance(r, Cell) and r.status == "ok"]
     assert [(p.B, p.H, p.HV) for p in cells] == SIZES and outcome.timed == 4
@@ -282,7 +338,9 @@ def test_equal_work_units_of_other_heads_are_cells_apart(heads):
     (wide,) = (
         r.samples_us
         for r in outcome.records
-        if isinstance(r, Trial) and r.role == "decode" and (r.problem.B, r.problem.H, r.problem.HV) == (2, 2, 2)
+        if isinstance(r, Trial)
+        and r.role == "decode"
+        and (r.problem.B, r.problem.H, r.problem.HV) == (2, 2, 2)
     )
     assert interval.evidence[0].mean_us == pytest.approx(sum(wide) / len(wide), abs=2e-3)
     # in whatever order they were timed
@@ -293,18 +351,27 @@ def test_equal_work_units_of_other_heads_are_cells_apart(heads):
 
 
 def test_the_report_has_a_row_for_each_of_equal_work_units(heads):
-    """Tables, the peers' summary, CSV and page have all four cells, each under its own B, HV and, where that does not tell, H."""
+    """Tables, the peers' summary, CSV and page have all four cells, each under its own B, HV and,
+    where that does not tell, H.
+    """
     folder, _ = heads
     made = report.report([folder])
     names = ["2 x 2, H=1", "2 x 2, H=2", "4 x 1", "4 x 2"]
-    grids = {block.caption: block for s in made.document.sections for block in s.blocks if hasattr(block, "rows")}
+    grids = {
+        block.caption: block
+        for s in made.document.sections
+        for block in s.blocks
+        if hasattr(block, "rows")
+    }
     for caption in ("Time, us (median of the chosen variant)", "Speed-up over library"):
         by_size = {row[0]: row[1:] for row in grids[caption].rows}
         assert sorted(by_size) == names and [by_size[n][0] for n in names] == ["4", "4", "4", "8"]
         assert all(row[1] != "-" for row in by_size.values())
     [found] = made.peers()
     assert found["cells"] == 4 and "geometric mean of 4 cells" in " ".join(made.markdown().split())
-    speedups = made.frame[made.frame["variant"].str.endswith(".right")].sort_values(["HV", "B", "H"])["chosen_speedup"]
+    speedups = made.frame[made.frame["variant"].str.endswith(".right")].sort_values(
+        ["HV", "B", "H"]
+    )["chosen_speedup"]
     shown = {row[0]: row[2] for row in grids["Speed-up over library"].rows}
     by_size = dict(zip(["4 x 1", "2 x 2, H=1", "2 x 2, H=2", "4 x 2"], speedups, strict=True))
     assert shown == {name: ratio(value) for name, value in by_size.items()}
@@ -313,12 +380,16 @@ def test_the_report_has_a_row_for_each_of_equal_work_units(heads):
     assert sorted(chosen) == SIZES
     page = made.html()
     for B, H, HV in SIZES:
-        assert page.count(f'data-key="1:{B}:{HV}:{H}"') == 3  # shares, over the default, over the peer
+        assert (
+            page.count(f'data-key="1:{B}:{HV}:{H}"') == 3
+        )  # shares, over the default, over the peer
     assert "4 (2 x 2, H=1)" in page and "4 (4 x 1)" in page
 
 
 def test_a_bench_goes_on_between_equal_work_units(heads, tmp_path, store):
-    """A journal that ends after one of several cells with equal work units: the others are timed, and that one is not again."""
+    """A journal that ends after one of several cells with equal work units: the others are timed,
+    and that one is not again.
+    """
     folder, _ = heads
     lines = (folder / "journal.jsonl").read_bytes().splitlines(keepends=True)
     closing = [i for i, line in enumerate(lines) if b'"kind":"cell"' in line]
@@ -331,7 +402,9 @@ def test_a_bench_goes_on_between_equal_work_units(heads, tmp_path, store):
 
 @pytest.mark.slow
 def test_a_crash_costs_the_peer_alone(tmp_path, store):
-    """An entry that dies when it is checked, and one that dies when it is timed, are rows; the cell is timed without them."""
+    """An entry that dies when it is checked, and one that dies when it is timed, are rows; the cell
+    is timed without them.
+    """
     outcome = run(tmp_path, store, "fakes.crashing", "fakes.library", text=ONE)
     [problem] = config.parse(ONE).problems()
     found = rows(outcome.records, problem)
@@ -343,7 +416,9 @@ def test_a_crash_costs_the_peer_alone(tmp_path, store):
 
 
 def test_the_tables_choice_is_timed(tmp_path, store):
-    """With --table its variant is timed beside the default and stays the choice, however the two compare."""
+    """With --table its variant is timed beside the default and stays the choice, however the two
+    compare.
+    """
     device = arch.detect("cpu")
     [problem] = config.parse(ONE).problems()
     default = kernels.default(problem.contract, problem.work_units, device)
@@ -378,12 +453,17 @@ def write_table(path, problem: Problem, variant: Variant, folder, store):
     """A table that names one variant for a problem's contract."""
     made = run(folder, store, text=ONE).table
     rule = Rule(problem.contract, (Interval(1, None, variant.id),))
-    changes = {"rules": (rule,), "variants": {variant.id: TableVariant(variant.kernel, variant.knobs)}}
+    changes = {
+        "rules": (rule,),
+        "variants": {variant.id: TableVariant(variant.kernel, variant.knobs)},
+    }
     table.save(table.msgspec.structs.replace(made, **changes), path)
 
 
 def test_samples_of_whole_cycles(tmp_path, store):
-    """What a call does comes again after two: a sample is the mean of both, or the median would be that of the cheaper one."""
+    """What a call does comes again after two: a sample is the mean of both, or the median would be
+    that of the cheaper one.
+    """
     outcome = run(tmp_path, store, "fakes.ring", text=ONE, rounds=5)
     (cell,) = (r for r in outcome.records if isinstance(r, Cell))
     assert cell.stop == "5 rounds, and 1 to end whole cycles"
@@ -393,10 +473,16 @@ def test_samples_of_whole_cycles(tmp_path, store):
 
 
 def test_a_bench_on_several_sets_of_tensors(tmp_path, store):
-    """search.placements holds for a bench too: peers are bound to each set, and a ring's cycles end on it."""
+    """search.placements holds for a bench too: peers are bound to each set, and a ring's cycles end
+    on it.
+    """
     text = ONE.replace("search: {", "search: {placements: 3, ")
     outcome = run(tmp_path, store, "fakes.ring", "fakes.library", text=text, rounds=5)
-    found = {r.variant.id: len(r.samples_us) for r in outcome.records if isinstance(r, Trial) and r.status == "ok"}
+    found = {
+        r.variant.id: len(r.samples_us)
+        for r in outcome.records
+        if isinstance(r, Trial) and r.status == "ok"
+    }
     assert found.pop("peer:ring.in_turns") == 3 and set(found.values()) == {6}
 
 
@@ -410,22 +496,30 @@ def test_unknown_peers_are_refused(tmp_path, store):
 
 
 def test_the_command_counts_cells_of_equal_work_units(tmp_path):
-    """All cells were timed, so the exit code is 0: the table's cells, one for each number of work units, are not what is counted."""
+    """All cells were timed, so the exit code is 0: the table's cells, one for each number of work
+    units, are not what is counted.
+    """
     path = tmp_path / "heads.yaml"
     path.write_text(HEADS)
     out = tmp_path / "out"
-    result = CliRunner().invoke(app, ["bench", str(path), "--peers", "", "--rounds", "3", "--out", str(out), "--json"])
+    result = CliRunner().invoke(
+        app, ["bench", str(path), "--peers", "", "--rounds", "3", "--out", str(out), "--json"]
+    )
     assert result.exit_code == 0, (result.output, result.exception)
     said = json.loads(result.stdout)
     assert said["timed"] == said["cells"] == 4
 
 
 def test_command_line_without_peers(tmp_path, monkeypatch):
-    """On a machine without the peers each is a row `not installed` with a remedy, and the exit code is 0: ours were timed."""
+    """On a machine without the peers each is a row `not installed` with a remedy, and the exit code
+    is 0: ours were timed.
+    """
     path = tmp_path / "tiny.yaml"
     path.write_text(ONE)
     out = tmp_path / "out"
-    result = CliRunner().invoke(app, ["bench", str(path), "--rounds", "3", "--out", str(out), "--json"])
+    result = CliRunner().invoke(
+        app, ["bench", str(path), "--rounds", "3", "--out", str(out), "--json"]
+    )
     assert result.exit_code == 0, (result.output, result.exception)
     said = json.loads(result.stdout)
     assert said["timed"] == said["cells"] == 1
@@ -434,12 +528,24 @@ def test_command_line_without_peers(tmp_path, monkeypatch):
         [reason] = peer["without_times"]
         assert "not installed: pip install" in reason and peer["cells"] == 0
     assert "not installed" in (out / "report.md").read_text()
-    assert "report.html" in said["files"] and (out / "report.html").read_text().startswith("<!doctype html>")
+    assert "report.html" in said["files"] and (out / "report.html").read_text().startswith(
+        "<!doctype html>"
+    )
     again = CliRunner().invoke(app, ["bench", str(path), "--rounds", "3", "--out", str(out)])
     assert again.exit_code == 0 and "Peers without a time" in again.stdout
-    # Where there is no matplotlib, that is a note, and no page of an earlier run is left to be taken for this one's.
+    # Where there is no matplotlib, that is a note, and no page of an earlier run is left to be
+    # taken for this one's.
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    bare = CliRunner().invoke(app, ["bench", str(path), "--rounds", "3", "--out", str(out), "--json"])
+    bare = CliRunner().invoke(
+        app, ["bench", str(path), "--rounds", "3", "--out", str(out), "--json"]
+    )
     said = json.loads(bare.stdout)
-    assert bare.exit_code == 0 and "report.html" not in said["files"] and not (out / "report.html").exists()
-    assert any("no report.html: " in note and "pip install 'gdntune[report]'" in note for note in said["notes"])
+    assert (
+        bare.exit_code == 0
+        and "report.html" not in said["files"]
+        and not (out / "report.html").exists()
+    )
+    assert any(
+        "no report.html: " in note and "pip install 'gdntune[report]'" in note
+        for note in said["notes"]
+    )

@@ -1,4 +1,6 @@
-"""gdntune/cells.py: the cells that a sweep adds, on times made up from formulas whose crossovers are known."""
+"""gdntune/cells.py: the cells that a sweep adds, on times made up from formulas whose crossovers
+are known.
+"""
 
 import itertools
 import math
@@ -34,7 +36,13 @@ def read(search=None, **changes):
 def timed(problem, us, purpose=None, status="ok"):
     """A closed cell with final samples of each variant, means by name."""
     trials = [
-        Trial(problem=problem, variant=Variant("recurrent", name, {}), stage=stage, status="ok", samples_us=[t] * 4)
+        Trial(
+            problem=problem,
+            variant=Variant("recurrent", name, {}),
+            stage=stage,
+            status="ok",
+            samples_us=[t] * 4,
+        )
         for stage in ("screen", "final")
         for name, t in us.items()
     ]
@@ -43,8 +51,12 @@ def timed(problem, us, purpose=None, status="ok"):
 
 
 def swept(c, us, names="abc"):
-    """A sweep of a config where variants take `us(work_units)`: its records, with what bisection added."""
-    records = [Check(contract=k, variant=name, status="ok") for k in c.all_contracts() for name in names]
+    """A sweep of a config where variants take `us(work_units)`: its records, with what bisection
+    added.
+    """
+    records = [
+        Check(contract=k, variant=name, status="ok") for k in c.all_contracts() for name in names
+    ]
     for p in c.problems():
         records += timed(p, us(p.work_units))
     for _ in range(100):
@@ -64,7 +76,9 @@ def boundaries(records):
 
 
 def crossing(*points):
-    """Times of `a`, `b`, ... where each is the fastest between its two points, 10% in front at least a factor of two away."""
+    """Times of `a`, `b`, ... where each is the fastest between its two points, 10% in front at
+    least a factor of two away.
+    """
     edges = [1, *points, 1 << 30]
 
     def us(w):
@@ -84,7 +98,14 @@ def test_off_by_default():
     assert cells.held_out(c, []) == []
     assert c.sha256 == read({"bisect": None, "extra_cells": 16, "held_out": 0}).sha256
     assert (
-        len({c.sha256, read({"bisect": 1.1}).sha256, read({"held_out": 1}).sha256, read({"extra_cells": 3}).sha256})
+        len(
+            {
+                c.sha256,
+                read({"bisect": 1.1}).sha256,
+                read({"held_out": 1}).sha256,
+                read({"extra_cells": 3}).sha256,
+            }
+        )
         == 4
     )
 
@@ -92,7 +113,9 @@ def test_off_by_default():
 @settings(max_examples=40, deadline=None)
 @given(st.floats(5.0, 2000.0), st.sampled_from([1.1, 1.3, 2.0]))
 def test_a_crossover_is_found_within_the_ratio(truth, ratio):
-    """The boundary is within the ratio of the true crossover, or no legal problem lies between; few cells suffice."""
+    """The boundary is within the ratio of the true crossover, or no legal problem lies between; few
+    cells suffice.
+    """
     c = read({"bisect": ratio, "extra_cells": 16})
     records = swept(c, crossing(truth))
     added = derive.marked(records, "bisection")
@@ -118,7 +141,9 @@ def test_several_crossovers_and_what_is_between():
 
 
 def test_a_third_variant_between_two():
-    """All variants are timed at a bisection's cell, so one that wins only between two cells is found."""
+    """All variants are timed at a bisection's cell, so one that wins only between two cells is
+    found.
+    """
     c = read({"bisect": 1.1}, batch=[4, 64], shards=[1])
 
     def us(w):
@@ -130,7 +155,9 @@ def test_a_third_variant_between_two():
 
 
 def test_ties_are_no_crossover():
-    """Choices that lose no more than a tie at each other's cells are left as they are; where one loses more, they are not."""
+    """Choices that lose no more than a tie at each other's cells are left as they are; where one
+    loses more, they are not.
+    """
     c = read({"bisect": 1.1}, batch=[4, 64], shards=[1])
     low, high = sorted(c.problems())
     checks = [Check(contract=low.contract, variant=name, status="ok") for name in "ab"]
@@ -144,7 +171,9 @@ def test_ties_are_no_crossover():
 
 
 def test_the_number_of_cells_is_bounded():
-    """Where extra_cells do not suffice, the crossover that loses most comes first; the bound is a contract's."""
+    """Where extra_cells do not suffice, the crossover that loses most comes first; the bound is a
+    contract's.
+    """
     c = read({"bisect": 1.01, "extra_cells": 3}, tokens=[1, 2])
     records = swept(c, crossing(40, 900))
     added = derive.marked(records, "bisection")
@@ -179,7 +208,9 @@ def test_no_cell_has_a_choice():
 
 
 def test_held_out_by_number():
-    """Spread over the logarithm of work units, between the extremes, at no cell that has a part in choosing; resumed, the same."""
+    """Spread over the logarithm of work units, between the extremes, at no cell that has a part in
+    choosing; resumed, the same.
+    """
     c = read({"bisect": 1.1, "held_out": 5}, tokens=[1, 2])
     records = swept(c, crossing(40, 900))
     wanted = cells.held_out(c, records)
@@ -192,7 +223,9 @@ def test_held_out_by_number():
         # a step of four work units is much where they are few
         assert all(1 / 1.7 < w / i < 1.7 for w, i in zip(units, ideal, strict=True))
     for n in range(len(wanted)):
-        later = records + [r for p in wanted[:n] for r in timed(p, crossing(40, 900)(p.work_units), "held-out")]
+        later = records + [
+            r for p in wanted[:n] for r in timed(p, crossing(40, 900)(p.work_units), "held-out")
+        ]
         assert cells.crossovers(c, later, RUN) == []
         assert cells.held_out(c, later) == wanted
 
@@ -223,12 +256,18 @@ def test_listed_cells_are_not_bisected_at():
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"batch": 16}, r"held_out\[0\]: batch=16 with HV=8 is 128 work units .* where the config has a cell"),
+        (
+            {"batch": 16},
+            r"held_out\[0\]: batch=16 with HV=8 is 128 work units .* where the config has a cell",
+        ),
         (
             {"batch": 3, "tokens": 7},
             r"held_out\[0\]: no contract is held out at batch=3, shards=1, tokens=7: accepted are tokens of 1 ",
         ),
-        ({"batch": 3, "shards": 3}, r"no contract is held out at batch=3, shards=3: .*shards that divide H"),
+        (
+            {"batch": 3, "shards": 3},
+            r"no contract is held out at batch=3, shards=3: .*shards that divide H",
+        ),
     ],
     ids=["tuned", "tokens", "shards"],
 )
@@ -239,7 +278,14 @@ def test_wrong_held_out_cells_are_refused(entry, message):
 
 
 @pytest.mark.parametrize(
-    "search", [{"bisect": 1.0}, {"bisect": 0}, {"held_out": -1}, {"held_out": [{"tokens": 1}]}, {"extra_cells": 0}]
+    "search",
+    [
+        {"bisect": 1.0},
+        {"bisect": 0},
+        {"held_out": -1},
+        {"held_out": [{"tokens": 1}]},
+        {"extra_cells": 0},
+    ],
 )
 def test_wrong_values_are_refused(search):
     """Values that mean nothing are a ConfigError at load."""
@@ -251,11 +297,25 @@ def test_parts_have_their_own_heads():
     """Of a config with parts, a contract's extra cells have the heads of the parts that it is of."""
     parts = [
         {"name": "gdn", "model": {"H": 2, "HV": 8}, "contracts": [{"op": "gdn_decode"}]},
-        {"name": "kda", "model": {"H": 3, "HV": 3}, "contracts": [{"op": "kda_decode", "gate": "softplus"}]},
+        {
+            "name": "kda",
+            "model": {"H": 3, "HV": 3},
+            "contracts": [{"op": "kda_decode", "gate": "softplus"}],
+        },
     ]
     c = config.parse(
-        yaml.safe_dump({"name": "two", "batch": [1, 16], "parts": parts, "search": {"bisect": 1.1, "held_out": 4}})
+        yaml.safe_dump(
+            {
+                "name": "two",
+                "batch": [1, 16],
+                "parts": parts,
+                "search": {"bisect": 1.1, "held_out": 4},
+            }
+        )
     )
     records = swept(c, crossing(20))
     found = [*derive.marked(records, "bisection"), *cells.held_out(c, records)]
-    assert {(p.contract.op, p.H, p.HV) for p in found} == {("gdn_decode", 2, 8), ("kda_decode", 3, 3)}
+    assert {(p.contract.op, p.H, p.HV) for p in found} == {
+        ("gdn_decode", 2, 8),
+        ("kda_decode", 3, 3),
+    }

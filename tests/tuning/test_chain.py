@@ -1,4 +1,6 @@
-"""A chain's layers: pools of their own, what a producer writes and a use reads, how many fit; and the timers of a chain."""
+"""A chain's layers: pools of their own, what a producer writes and a use reads, how many fit; and
+the timers of a chain.
+"""
 
 import time
 
@@ -32,23 +34,32 @@ def made(request):
 
 
 def test_layers_have_tensors_of_their_own(made):
-    """No layer's call reads or writes what another's does; states begin alike, and slots lie at no multiple of a page."""
+    """No layer's call reads or writes what another's does; states begin alike, and slots lie at no
+    multiple of a page.
+    """
     for name in ("state", *chain.PRODUCED):
         assert len({getattr(c, name).data_ptr() for c in made.cases}) == 3
     first = made.cases[0]
     for case in made.cases:
         assert case.state.equal(first.state) and case.state.isfinite().all()
         assert all(getattr(case, name).is_contiguous() for name in chain.PRODUCED)
-        assert all(getattr(case, name).data_ptr() % 64 == first.q.data_ptr() % 64 for name in chain.PRODUCED)
+        assert all(
+            getattr(case, name).data_ptr() % 64 == first.q.data_ptr() % 64
+            for name in chain.PRODUCED
+        )
     stride = first.state.stride(0) * first.state.element_size()
     assert stride % 4096 and stride % 128 == 0
     assert stride > first.state[0].numel() * first.state.element_size()
     if first.read_index is not None:
-        assert len({tuple(c.read_index.tolist()) for c in made.cases}) > 1, "slots are shuffled anew in each layer"
+        assert len({tuple(c.read_index.tolist()) for c in made.cases}) > 1, (
+            "slots are shuffled anew in each layer"
+        )
 
 
 def test_the_producer_writes_and_the_use_reads(made):
-    """The producer gives back inputs that are gone, and zeros the output; the use reads all of it; neither moves a tensor."""
+    """The producer gives back inputs that are gone, and zeros the output; the use reads all of it;
+    neither moves a tensor.
+    """
     kept = {name: getattr(made.cases[1], name).clone() for name in chain.PRODUCED}
     assert all(x.isfinite().all() for x in kept.values()) and kept["q"].float().std() > 0.5
     places = [getattr(c, name).data_ptr() for c in made.cases for name in chain.PRODUCED]
@@ -82,9 +93,14 @@ def test_layers_fit_the_memory(B, contract, layers):
 
 
 def test_a_chain_that_does_not_fit():
-    """Where four layers do not fit the cell is refused with what they need, before anything is allocated."""
+    """Where four layers do not fit the cell is refused with what they need, before anything is
+    allocated.
+    """
     problem = Problem(Contract(tokens=8, intermediate="dense"), 512, 16, 64)
-    with pytest.raises(MeasurementError, match=r"4 layers of .* GiB are more than 80% of the 80 GiB.*smaller batches"):
+    with pytest.raises(
+        MeasurementError,
+        match=r"4 layers of .* GiB are more than 80% of the 80 GiB.*smaller batches",
+    ):
         layers_of(problem, H100)
     assert layers_of(msgspec.structs.replace(problem, B=64), H100) == 12
     assert layers_of(Problem(Contract(**SMALL), 1, 1, 1), arch.detect("cpu")) == 4
@@ -92,7 +108,9 @@ def test_a_chain_that_does_not_fit():
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda c: c.key())
 def test_layer_bytes_cover_what_is_allocated(contract):
-    """The estimate is no less than the tensors of a layer, gaps apart, so that a chain which is begun fits."""
+    """The estimate is no less than the tensors of a layer, gaps apart, so that a chain which is
+    begun fits.
+    """
     problem = Problem(contract, 64, 2, 8)
     made = Chain(problem, "cpu", 2)
     case = made.cases[0]
@@ -117,9 +135,13 @@ class FakeChain:
 
 
 def test_chain_timer():
-    """Each layer has a producer, its call, a use and its weights in this order; a time is what the calls add, a layer."""
+    """Each layer has a producer, its call, a use and its weights in this order; a time is what the
+    calls add, a layer.
+    """
     recorder = FakeRecorder()
-    timer = ChainTimer(Policy("graph", "chain"), lambda layer: recorder.spend(20, f"weights {layer}"), recorder)
+    timer = ChainTimer(
+        Policy("graph", "chain"), lambda layer: recorder.spend(20, f"weights {layer}"), recorder
+    )
     with pytest.raises(UnsupportedProblem, match="without layers.*set the timer's `chain`"):
         timer.measure([print], rounds=1, warmup=0)
     timer.chain = FakeChain(recorder)
@@ -127,24 +149,34 @@ def test_chain_timer():
     samples = timer.measure([lambda layer: recorder.spend(6 + layer, f"call {layer}")], rounds=4)
     assert samples == [[7.0] * 4]
     names = [name for _, name in recorder.replayed[-1]]
-    assert names == [f"{what} {i}" for i in range(3) for what in ("produce", "call", "use", "weights")]
-    assert [name for _, name in recorder.replayed[0]] == [n for n in names if not n.startswith("call")]
+    assert names == [
+        f"{what} {i}" for i in range(3) for what in ("produce", "call", "use", "weights")
+    ]
+    assert [name for _, name in recorder.replayed[0]] == [
+        n for n in names if not n.startswith("call")
+    ]
 
 
 def test_chain_on_the_cpu():
-    """Without a GPU the same layers run one after the other, and the clock is around the calls alone."""
+    """Without a GPU the same layers run one after the other, and the clock is around the calls
+    alone.
+    """
     device = arch.Device("cpu", "CPU", "x86_64", 2, 4 << 20, 1 << 34)
     timer = make_chain_timer(device, Policy(l2="chain"))
     assert (timer.policy, timer.note) == (Policy("cpu", "chain"), None)
     recorder = FakeRecorder()
     timer.chain = FakeChain(recorder, layers=2)
     read, weights = [], timer.weights
-    timer.weights = lambda layer: read.append(float(weights(layer))) or recorder.spend(20, f"weights {layer}")
+    timer.weights = lambda layer: (
+        read.append(float(weights(layer))) or recorder.spend(20, f"weights {layer}")
+    )
     calls = [lambda layer: recorder.spend(0, f"call {layer}"), lambda _: time.sleep(0.003)]
     quick, slow = timer.measure(calls, rounds=3)
     names = [name for _, name in recorder.tape]
     assert names[0] == "call 0", "the warm-up"
-    assert names[1:9] == [f"{what} {i}" for i in range(2) for what in ("produce", "call", "use", "weights")]
+    assert names[1:9] == [
+        f"{what} {i}" for i in range(2) for what in ("produce", "call", "use", "weights")
+    ]
     assert set(read) == {(2 << 20) / 4}, "four layers' weights are twice the last-level cache"
     assert all(us >= 3000 for us in slow) and min(quick) < 100
     assert timer.calls_a_sample == 2 and timer.pace_us(calls[0], 2) > 0

@@ -62,13 +62,17 @@ def test_one_worker_keeps_the_order():
 
 def test_a_slow_job_holds_nobody_up():
     """The other devices go on with the next jobs while one is long at work."""
-    results = list(share_out([Fake("a"), Fake("b")], iter([job(0, 0.3), *(job(n, 0.01) for n in range(1, 8))])))
+    results = list(
+        share_out([Fake("a"), Fake("b")], iter([job(0, 0.3), *(job(n, 0.01) for n in range(1, 8))]))
+    )
     assert results[-1] == (0, "a")
     assert {name for n, name in results if n} == {"b"}
 
 
 def test_jobs_are_made_late():
-    """A job is made when a device is free and all earlier results were taken: what they showed holds for it."""
+    """A job is made when a device is free and all earlier results were taken: what they showed
+    holds for it.
+    """
     seen, made = [], []
 
     def jobs():
@@ -87,7 +91,9 @@ def test_no_jobs_and_no_workers_at_work():
 
 
 def test_an_error_ends_all_at_once():
-    """What a job raises is raised, and devices that are at work are closed, so that nobody waits for them."""
+    """What a job raises is raised, and devices that are at work are closed, so that nobody waits
+    for them.
+    """
     workers = [Fake("a"), Fake("b")]
 
     def endless(worker):
@@ -124,7 +130,11 @@ def test_a_worker_that_is_not_fit_gets_no_job():
             taken.append(n)
             yield job(n, 0.01)
 
-    done.extend(share_out([Fake("a"), Fake("b")], jobs(), lambda worker: worker.name != "b" or len(taken) < 3))
+    done.extend(
+        share_out(
+            [Fake("a"), Fake("b")], jobs(), lambda worker: worker.name != "b" or len(taken) < 3
+        )
+    )
     assert sorted(n for n, _ in done) == list(range(9))
     assert 1 <= sum(name == "b" for _, name in done) <= 2
     taken.clear()
@@ -163,7 +173,9 @@ def broken(start):
 
 
 def test_a_child_survives_its_tasks():
-    """A crash, a hang and a fault are values, a refusal is raised; after each the next task has a process."""
+    """A crash, a hang and a fault are values, a refusal is raised; after each the next task has a
+    process.
+    """
     with Child("start", "cpu:0") as child:
         assert child.run(echo, 1, timeout=60)[:2] == ("start", 1)
         for task, status, reason in (
@@ -183,7 +195,10 @@ def test_two_children_share_jobs_and_one_dies():
     """Real processes: one device's crash is its own, and the others' jobs go on."""
     children = [Child(n, f"cpu:{n}") for n in range(2)]
     try:
-        jobs = [lambda c, n=n: c.run(die if n == 3 else echo, *([] if n == 3 else [n]), timeout=60) for n in range(8)]
+        jobs = [
+            lambda c, n=n: c.run(die if n == 3 else echo, *([] if n == 3 else [n]), timeout=60)
+            for n in range(8)
+        ]
         results = list(share_out(children, iter(jobs)))
     finally:
         for child in children:
@@ -195,7 +210,9 @@ def test_two_children_share_jobs_and_one_dies():
 
 
 def test_a_closed_child_starts_nothing():
-    """Closed by another thread while a task runs: the task ends as a crash, and no process is started again."""
+    """Closed by another thread while a task runs: the task ends as a crash, and no process is
+    started again.
+    """
     child = Child("start")
     child.run(echo, 0, timeout=60)
     threading.Timer(0.3, child.close).start()
@@ -205,7 +222,9 @@ def test_a_closed_child_starts_nothing():
 
 
 def test_the_main_module_is_hidden_until_the_last_thread_has_left():
-    """Fault: the first of two threads to leave put the caller's main module back while the other's processes still started."""
+    """Fault: the first of two threads to leave put the caller's main module back while the other's
+    processes still started.
+    """
     import __main__
 
     before = {name: __main__.__dict__.get(name) for name in ("__file__", "__spec__")}

@@ -1,4 +1,6 @@
-"""The sweep end to end on real CPU kernels, and what happens to variants that are wrong, crash or hang."""
+"""The sweep end to end on real CPU kernels, and what happens to variants that are wrong, crash or
+hang.
+"""
 
 import dataclasses
 import itertools
@@ -15,7 +17,14 @@ import synthetic
 
 from gdntune import kernels, search
 from gdntune.device import arch
-from gdntune.errors import ConfigError, JournalError, Locked, MeasurementError, ToolMissing, UnsupportedProblem
+from gdntune.errors import (
+    ConfigError,
+    JournalError,
+    Locked,
+    MeasurementError,
+    ToolMissing,
+    UnsupportedProblem,
+)
 from gdntune.objects.build import Built
 from gdntune.objects.store import Store
 from gdntune.report.report import report
@@ -55,11 +64,15 @@ def swept(tmp_path_factory, store):
 
 def run(folder, store, text=TINY, **options):
     """A sweep of a config's text on this CPU."""
-    return search.sweep(config.parse(text), folder, device=arch.detect("cpu"), store=store, **options)
+    return search.sweep(
+        config.parse(text), folder, device=arch.detect("cpu"), store=store, **options
+    )
 
 
 def test_a_sweep_ends_in_a_table(swept):
-    """Every object is journalled, every variant checked before it is timed, every cell timed, and the table is valid."""
+    """Every object is journalled, every variant checked before it is timed, every cell timed, and
+    the table is valid.
+    """
     folder, outcome = swept
     header, records = read(folder)
     assert header.policy == {"timer": "cpu", "l2": "cold-clean"}
@@ -101,14 +114,18 @@ def test_a_torn_journal_is_resumed(swept, store, tmp_path):
 
 def test_another_config_is_refused(swept, store):
     """A folder holds one sweep: another config is refused with what differs."""
-    with pytest.raises(JournalError, match="of another sweep: content of the config: sha256 .* now"):
+    with pytest.raises(
+        JournalError, match="of another sweep: content of the config: sha256 .* now"
+    ):
         run(swept[0], store, TINY.replace("screen_rounds: 4", "screen_rounds: 3"))
     with pytest.raises(JournalError, match="of another sweep: rounds: 8 in the journal, 9 now"):
         run(swept[0], store, TINY.replace("final_rounds: 8", "final_rounds: 9"))
 
 
 def test_a_place_is_looked_at_before_anything_is_compiled(swept, store, tmp_path, monkeypatch):
-    """Fault: a folder in use, of another sweep, or that cannot be written was refused after minutes of compiling."""
+    """Fault: a folder in use, of another sweep, or that cannot be written was refused after minutes
+    of compiling.
+    """
     folder, outcome = swept
     monkeypatch.setattr(search, "compile_objects", lambda *_, **__: pytest.fail("compiled"))
     with Journal.open(folder, outcome.run), pytest.raises(Locked, match=str(os.getpid())):
@@ -122,13 +139,17 @@ def test_a_place_is_looked_at_before_anything_is_compiled(swept, store, tmp_path
         with pytest.raises(JournalError, match="cannot be written: .*choose a folder"):
             run(place, store)
     (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "journal.jsonl").write_bytes(before.replace(b'"kind":"check"', b'"kind":"cheque"', 1))
+    (tmp_path / "damaged" / "journal.jsonl").write_bytes(
+        before.replace(b'"kind":"check"', b'"kind":"cheque"', 1)
+    )
     with pytest.raises(JournalError, match=r"journal.jsonl: line \d+: .*restore the file"):
         run(tmp_path / "damaged", store)
 
 
 def test_a_folder_is_locked_while_a_sweep_compiles(store, tmp_path, monkeypatch):
-    """The second of two sweeps is refused while the first still compiles; when that ends without a journal the folder is free."""
+    """The second of two sweeps is refused while the first still compiles; when that ends without a
+    journal the folder is free.
+    """
 
     def compiling(*_, **__):
         with pytest.raises(Locked, match=str(os.getpid())):
@@ -211,7 +232,9 @@ honest_check_task = session.check_task
     ],
 )
 def test_a_broken_variant_never_reaches_a_table(kind, status, reason, monkeypatch, store, tmp_path):
-    """A variant broken on purpose is a journalled failure with its worst coordinate or its end; the others are timed."""
+    """A variant broken on purpose is a journalled failure with its worst coordinate or its end; the
+    others are timed.
+    """
     broken(monkeypatch, kind)
     text = TINY.replace("batch: [1, 8]", "batch: [2]")
     outcome = run(tmp_path, store, text)
@@ -220,16 +243,21 @@ def test_a_broken_variant_never_reaches_a_table(kind, status, reason, monkeypatc
     assert all(re.search(reason, r.reason) for r in failed), [r.reason for r in failed]
     assert not any("tv16.ilp2.vec8" in name for name in outcome.table.variants)
     assert not any(
-        isinstance(r, Trial) and "tv16.ilp2.vec8" in r.variant.id and r.role == "decode" for r in outcome.records
+        isinstance(r, Trial) and "tv16.ilp2.vec8" in r.variant.id and r.role == "decode"
+        for r in outcome.records
     )
     assert any("did not pass the check" in note for note in outcome.notes)
 
 
 def test_plan_objects_covers_a_sweep(store):
-    """`gdntune compile` makes what a sweep loads: variants, floors, and the default rule's choices, each once."""
+    """`gdntune compile` makes what a sweep loads: variants, floors, and the default rule's choices,
+    each once.
+    """
     device = arch.target("sm_90a")
     cfg = config.parse(
-        TINY.replace("device: cpu", "device: cuda").replace("K: 64, V: 64", "K: 128, V: 128").split("kernels:")[0]
+        TINY.replace("device: cpu", "device: cuda")
+        .replace("K: 64, V: 64", "K: 128, V: 128")
+        .split("kernels:")[0]
     )
     objects = search.plan_objects(cfg, device)
     names = {(spec.kernel, spec.label) for spec, _ in objects}
@@ -261,21 +289,26 @@ contracts: [{state_dtype: fp32}]
 kernels: {cpu_recurrent: {tile_v: [16, 64]}}
 search: {screen_rounds: 4, keep: 99, final_rounds: 40, max_cell_seconds: 5}
 """
-# What a choice may lose by another sweep's samples on a CPU, at a cell and in the mean: on an idle one it was 4% and 1%. The slowest
+# What a choice may lose by another sweep's samples on a CPU, at a cell and in the mean: on an idle
+# one it was 4% and 1%. The slowest
 # variant loses 50 to 110%.
 LOSES, LOSES_IN_THE_MEAN = 0.3, 0.1
 
 
 def test_sweeps_repeat_each_other(store, tmp_path):
-    """Three sweeps of one config, each one's table judged on each other's samples: by regret, never by time.
+    """Three sweeps of one config, each one's table judged on each other's samples: by regret, never
+    by time.
 
-    Where something else keeps the cores busy up to two more sweeps are made, and three in a row must agree.
+    Where something else keeps the cores busy up to two more sweeps are made, and three in a row
+    must agree.
     """
     made = []
     for n in range(5):
         made.append(run(tmp_path / str(n), store, AGAIN))
         pairs = itertools.permutations(made[-3:], 2)
-        found = [judge.judge(of.table, by.records, by.run).table for of, by in pairs] if n >= 2 else []
+        found = (
+            [judge.judge(of.table, by.records, by.run).table for of, by in pairs] if n >= 2 else []
+        )
         within = [t.regret_max <= LOSES and t.regret_mean <= LOSES_IN_THE_MEAN for t in found]
         if found and all(within):
             break
@@ -300,7 +333,9 @@ honest_time_task = session.time_task
 
 
 def test_a_cell_that_cannot_be_measured_does_not_end_the_sweep(monkeypatch, store, tmp_path):
-    """Times that cannot be true fail their cell, after a second attempt, with the reason; the others are measured."""
+    """Times that cannot be true fail their cell, after a second attempt, with the reason; the
+    others are measured.
+    """
     monkeypatch.setattr(session, "time_task", lost_records)
     outcome = run(tmp_path, store)
     cells = {r.problem.B: (r.status, r.reason) for r in outcome.records if isinstance(r, Cell)}
@@ -329,7 +364,9 @@ def hot_at_eight(start, problem, *rest):
 
 
 def power_limited(start, problem, *rest):
-    """A device whose clock falls at its power limit, as a file says: in so many attempts; runs in the timing process."""
+    """A device whose clock falls at its power limit, as a file says: in so many attempts; runs in
+    the timing process.
+    """
     got = honest_time_task(start, problem, *rest)
     with open(os.environ["GDNTUNE_TEST_ATTEMPTS"], "a+") as f:
         f.seek(0)
@@ -340,17 +377,24 @@ def power_limited(start, problem, *rest):
 
 
 @pytest.mark.parametrize(
-    ("attempts", "asked", "reason"), [(0, 2, ""), (1, 3, ""), (9, 4, "clocks moved: SMs from 1980 to 1620 MHz")]
+    ("attempts", "asked", "reason"),
+    [(0, 2, ""), (1, 3, ""), (9, 4, "clocks moved: SMs from 1980 to 1620 MHz")],
 )
-def test_a_cell_is_timed_again_when_a_clock_moved(attempts, asked, reason, monkeypatch, store, tmp_path):
-    """Once more; and kept where it moves again, with what it did, since a device at its power limit is at its own clocks."""
+def test_a_cell_is_timed_again_when_a_clock_moved(
+    attempts, asked, reason, monkeypatch, store, tmp_path
+):
+    """Once more; and kept where it moves again, with what it did, since a device at its power limit
+    is at its own clocks.
+    """
     count = tmp_path / "attempts"
     count.write_text(f"{attempts}\n")
     monkeypatch.setenv("GDNTUNE_TEST_ATTEMPTS", str(count))
     monkeypatch.setattr(session, "time_task", power_limited)
     outcome = run(tmp_path / "sweep", store)
     assert len(count.read_text().splitlines()) - 1 == asked
-    assert [(r.status, r.reason) for r in outcome.records if isinstance(r, Cell)] == [("ok", reason)] * 2
+    assert [(r.status, r.reason) for r in outcome.records if isinstance(r, Cell)] == [
+        ("ok", reason)
+    ] * 2
     assert outcome.table.evidence.cells == 2
 
 
@@ -388,7 +432,8 @@ WELL, HOT, MOVED = (
     ],
 )
 def test_attempts(outcomes, asked, found):
-    """Fault: a cell that was disturbed in two ways, once each, failed, and times that could be kept were thrown away.
+    """Fault: a cell that was disturbed in two ways, once each, failed, and times that could be kept
+    were thrown away.
 
     o: undisturbed, t: throttled, m: a clock moved, u: times that cannot be true, c: a crash.
     """
@@ -399,7 +444,11 @@ def test_attempts(outcomes, asked, found):
         if kind == "u":
             raise MeasurementError("lost records")
         after = {"t": HOT, "m": MOVED}.get(kind, WELL)
-        return Crashed("crashed", "") if kind == "c" else Attempt(len(made) - 1, session.Took("", 1.0, WELL, after))
+        return (
+            Crashed("crashed", "")
+            if kind == "c"
+            else Attempt(len(made) - 1, session.Took("", 1.0, WELL, after))
+        )
 
     got = trials.attempts(measure)
     assert len(made) == asked
@@ -409,7 +458,9 @@ def test_attempts(outcomes, asked, found):
 def test_throttled_cells_are_counted_a_device():
     """A cell between that was well starts anew, and one of another device does not."""
     cell = synthetic.records(synthetic.run())[-1]
-    bad = msgspec.structs.replace(cell, status="failed", reason="throttled by hw_slowdown", timed_on="cuda:1")
+    bad = msgspec.structs.replace(
+        cell, status="failed", reason="throttled by hw_slowdown", timed_on="cuda:1"
+    )
     for good, fit in (("cuda:0", False), ("cuda:1", True)):
         seen = trials.Throttling()
         for records in ([bad], [bad], [msgspec.structs.replace(cell, timed_on=good)], [bad]):
@@ -418,7 +469,9 @@ def test_throttled_cells_are_counted_a_device():
 
 
 def test_a_device_that_cannot_hold_its_clocks_ends_the_sweep(monkeypatch, store, tmp_path):
-    """Three throttled cells in a row are enough: no time of theirs is kept, and the same command times them, and the rest, elsewhere."""
+    """Three throttled cells in a row are enough: no time of theirs is kept, and the same command
+    times them, and the rest, elsewhere.
+    """
     text = TINY.replace("batch: [1, 8]", "batch: [1, 2, 4, 8, 16]")
     assert text != TINY
     with monkeypatch.context() as patched:
@@ -452,7 +505,9 @@ def hot_there(start, problem, *rest):
     return (hot if start.index == 1 else honest_time_task)(start, problem, *rest)
 
 
-def test_a_device_that_cannot_hold_its_clocks_leaves_its_cells_to_the_others(monkeypatch, store, tmp_path):
+def test_a_device_that_cannot_hold_its_clocks_leaves_its_cells_to_the_others(
+    monkeypatch, store, tmp_path
+):
     """Fault: one throttled GPU of several ended the sweep, and what the others were at was lost."""
     text = TINY.replace("batch: [1, 8]", "batch: [1, 2, 3, 4, 5, 6, 7, 8]")
     monkeypatch.setattr(session, "time_task", hot_there)
@@ -461,15 +516,24 @@ def test_a_device_that_cannot_hold_its_clocks_leaves_its_cells_to_the_others(mon
     cells = [r for r in outcome.records if isinstance(r, Cell)]
     assert {(r.timed_on, r.status) for r in cells} <= {("cpu:0", "ok"), ("cpu:1", "failed")}
     assert len([r for r in cells if r.status == "failed"]) in (1, 2, 3)
-    left_out = [note for note in outcome.notes if "cpu:1 was left out when its last 3 cells were throttled" in note]
+    left_out = [
+        note
+        for note in outcome.notes
+        if "cpu:1 was left out when its last 3 cells were throttled" in note
+    ]
     assert len(left_out) == (len([r for r in cells if r.status == "failed"]) == 3)
 
 
 def test_a_cell_larger_than_memory_is_not_tried(store, tmp_path):
-    """Fault: each variant was tried alone, in a process of its own, at a cell that no variant has room for."""
+    """Fault: each variant was tried alone, in a process of its own, at a cell that no variant has
+    room for.
+    """
     outcome = run(tmp_path, store, TINY.replace("batch: [1, 8]", "batch: [1, 99999999]"))
     cells = {r.problem.B: r for r in outcome.records if isinstance(r, Cell)}
-    assert cells[99999999].status == "failed" and "its states take 3051.8 GiB of the device's" in cells[99999999].reason
+    assert (
+        cells[99999999].status == "failed"
+        and "its states take 3051.8 GiB of the device's" in cells[99999999].reason
+    )
     assert cells[1].status == "ok" and outcome.table is not None
 
 
@@ -481,7 +545,9 @@ def test_a_device_that_does_not_say_its_memory_is_swept(store, tmp_path):
 
 
 class Full:
-    """A worker that finds no memory where one of some variants is timed; counts what it was asked for."""
+    """A worker that finds no memory where one of some variants is timed; counts what it was asked
+    for.
+    """
 
     name = "cpu:0"
 
@@ -492,18 +558,28 @@ class Full:
         """A result without samples, or the crash."""
         self.asked += 1
         if self.greedy & {v.id for v in decode}:
-            return Crashed("crashed", "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB")
+            return Crashed(
+                "crashed", "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"
+            )
         return session.CellResult([], session.Took("", 0.1, WELL, WELL))
 
 
 @pytest.mark.parametrize("greedy", ["all", "first"])
 def test_a_cell_without_room(greedy, swept):
-    """Fault: every variant was tried alone, each in a process of its own. Two that find no memory are enough; one alone is to blame."""
+    """Fault: every variant was tried alone, each in a process of its own. Two that find no memory
+    are enough; one alone is to blame.
+    """
     cell = next(r for r in swept[1].records if isinstance(r, Cell))
-    screened = [r for r in swept[1].records if isinstance(r, Trial) and (r.stage, r.role) == ("screen", "decode")]
+    screened = [
+        r
+        for r in swept[1].records
+        if isinstance(r, Trial) and (r.stage, r.role) == ("screen", "decode")
+    ]
     variants = [r.variant for r in screened if r.problem == cell.problem]
     worker = Full(v.id for v in (variants if greedy == "all" else variants[:1]))
-    *blamed, record = trials.time(worker, trials.Plan(cell.problem, variants, [], config.parse(TINY).search))
+    *blamed, record = trials.time(
+        worker, trials.Plan(cell.problem, variants, [], config.parse(TINY).search)
+    )
     if greedy == "all":
         assert (record.status, blamed) == ("failed", []) and "out of memory" in record.reason
         assert worker.asked == 3 < len(variants)
@@ -512,14 +588,24 @@ def test_a_cell_without_room(greedy, swept):
 
 
 def test_judged_choices_of_cells_that_are_done_are_said(swept, store, tmp_path):
-    """Fault: a sweep that went on with --table said nothing where its cells had been timed before, without final samples of the choices."""
+    """Fault: a sweep that went on with --table said nothing where its cells had been timed before,
+    without final samples of the choices.
+    """
     folder, outcome = swept
     (tmp_path / "journal.jsonl").write_bytes((folder / "journal.jsonl").read_bytes())
-    finals = {(r.problem, r.variant.id) for r in outcome.records if isinstance(r, Trial) and r.stage == "final"}
+    finals = {
+        (r.problem, r.variant.id)
+        for r in outcome.records
+        if isinstance(r, Trial) and r.stage == "final"
+    }
     best = outcome.table
     assert not run(tmp_path, store, judged=[best]).notes
     problems = {r.problem for r in outcome.records if isinstance(r, Cell)}
-    timed = {r.variant.id: r.variant for r in outcome.records if isinstance(r, Trial) and r.role == "decode"}
+    timed = {
+        r.variant.id: r.variant
+        for r in outcome.records
+        if isinstance(r, Trial) and r.role == "decode"
+    }
     late = next(v for v in timed.values() if not any((p, v.id) in finals for p in problems))
     [rule] = best.rules
     other = msgspec.structs.replace(
@@ -527,7 +613,10 @@ def test_judged_choices_of_cells_that_are_done_are_said(swept, store, tmp_path):
         variants={late.id: table.TableVariant(late.kernel, late.knobs)},
         rules=[
             msgspec.structs.replace(
-                rule, intervals=[msgspec.structs.replace(rule.intervals[0], first=1, last=None, variant=late.id)]
+                rule,
+                intervals=[
+                    msgspec.structs.replace(rule.intervals[0], first=1, last=None, variant=late.id)
+                ],
             )
         ],
     )
@@ -557,12 +646,16 @@ def test_a_table_of_another_kind_of_device_is_refused(store, tmp_path):
     ids=["lost", "memory", "hot"],
 )
 def test_a_failed_cell_is_tried_again(fault, reason, monkeypatch, store, tmp_path):
-    """Fault: a cell that failed counted as done. The same sweep times it once more, and that alone; then nothing is left to do."""
+    """Fault: a cell that failed counted as done. The same sweep times it once more, and that alone;
+    then nothing is left to do.
+    """
     with monkeypatch.context() as patched:
         patched.setattr(session, "time_task", fault)
         outcome = run(tmp_path, store)
     assert [e.work_units for i in outcome.table.rules[0].intervals for e in i.evidence] == [2]
-    assert any("1 cells have no times; the first:" in note and reason in note for note in outcome.notes)
+    assert any(
+        "1 cells have no times; the first:" in note and reason in note for note in outcome.notes
+    )
     # no variant is to blame, so none is left out
     assert not [r for r in outcome.records if isinstance(r, Trial) and r.status != "ok"]
     again = run(tmp_path, store)
@@ -573,7 +666,10 @@ def test_a_failed_cell_is_tried_again(fault, reason, monkeypatch, store, tmp_pat
         (8, "failed"),
         (8, "ok"),
     ]
-    assert sorted(e.work_units for i in again.table.rules[0].intervals for e in i.evidence) == [2, 16]
+    assert sorted(e.work_units for i in again.table.rules[0].intervals for e in i.evidence) == [
+        2,
+        16,
+    ]
     assert again.notes == []
     before = (tmp_path / "journal.jsonl").read_bytes()
     assert run(tmp_path, store).records == again.records
@@ -585,7 +681,9 @@ def test_a_cell_that_fails_again_stays_failed(monkeypatch, store, tmp_path):
     monkeypatch.setattr(session, "time_task", lost_records)
     outcomes = [run(tmp_path, store) for _ in range(2)]
     for times, outcome in enumerate(outcomes, 1):
-        assert [r.status for r in outcome.records if isinstance(r, Cell) and r.problem.B == 8] == ["failed"] * times
+        assert [r.status for r in outcome.records if isinstance(r, Cell) and r.problem.B == 8] == [
+            "failed"
+        ] * times
         assert any("1 cells have no times" in note for note in outcome.notes)
 
 
@@ -606,19 +704,26 @@ def test_a_cell_without_variants_is_tried_again(monkeypatch, store, tmp_path):
         patched.setattr(search, "compile_objects", failing)
         outcome = run(tmp_path, store)
     assert outcome.table is None
-    assert {r.reason for r in outcome.records if isinstance(r, Cell)} == {"no variant compiled and passed its check"}
+    assert {r.reason for r in outcome.records if isinstance(r, Cell)} == {
+        "no variant compiled and passed its check"
+    }
     again = run(tmp_path, store)
     assert again.table.evidence.cells == 2 and again.notes == []
 
 
 def test_a_variant_that_keeps_memory_is_to_blame(monkeypatch, store, tmp_path):
-    """Where some variants alone find no memory, it is they that fail, and the cell is timed without them."""
+    """Where some variants alone find no memory, it is they that fail, and the cell is timed without
+    them.
+    """
     monkeypatch.setattr(session, "time_task", greedy)
     outcome = run(tmp_path, store)
     failed = {
         (r.problem.B, r.status)
         for r in outcome.records
-        if isinstance(r, Trial) and "tv16.ilp2.vec8" in r.variant.id and r.role == "decode" and r.status != "ok"
+        if isinstance(r, Trial)
+        and "tv16.ilp2.vec8" in r.variant.id
+        and r.role == "decode"
+        and r.status != "ok"
     }
     assert failed == {(8, "crashed")}
     assert [r.status for r in outcome.records if isinstance(r, Cell)] == ["ok", "ok"]
@@ -632,10 +737,16 @@ def greedy(start, problem, decode, floor, effort, sure=()):
 
 
 def test_values_of_knobs_are_looked_at(store, tmp_path):
-    """Fault: a value that no variant has was dropped without a word. What is legal and tried nowhere is said when the sweep ends."""
-    with pytest.raises(ConfigError, match=r"\$.kernels.cpu_recurrent.ilp lists 3, .*accepted are 2, 4, 8"):
+    """Fault: a value that no variant has was dropped without a word. What is legal and tried
+    nowhere is said when the sweep ends.
+    """
+    with pytest.raises(
+        ConfigError, match=r"\$.kernels.cpu_recurrent.ilp lists 3, .*accepted are 2, 4, 8"
+    ):
         run(tmp_path, store, TINY.replace("ilp: [2]", "ilp: [2, 3]"))
     assert not (tmp_path / "journal.jsonl").exists()
     # one row in flight is legal, and slow everywhere
     outcome = run(tmp_path, store, TINY.replace("ilp: [2]", "ilp: [1, 2]"))
-    assert outcome.notes == ["1 values of the config's kernels are tried nowhere: cpu_recurrent.ilp=1"]
+    assert outcome.notes == [
+        "1 values of the config's kernels are tried nowhere: cpu_recurrent.ilp=1"
+    ]

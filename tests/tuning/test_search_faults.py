@@ -1,6 +1,8 @@
-"""What happens to a long sweep: variants that break their process, kill -9 at any moment, a full disk, a torn journal, a second sweep.
+"""What happens to a long sweep: variants that break their process, kill -9 at any moment, a full
+disk, a torn journal, a second sweep.
 
-Processes are real. After each the table stands on the same trials as an undisturbed one's, by their keys: none is lost, none is repeated.
+Processes are real. After each the table stands on the same trials as an undisturbed one's, by their
+keys: none is lost, none is repeated.
 """
 
 import os
@@ -66,11 +68,15 @@ def undisturbed(tmp_path_factory, store):
 
 def sweep(folder, store, text=CONFIG, **options):
     """A sweep of a config's text, in this process."""
-    return search.sweep(config.parse(text), folder, device=arch.detect("cpu"), store=store, **options)
+    return search.sweep(
+        config.parse(text), folder, device=arch.detect("cpu"), store=store, **options
+    )
 
 
 def keys(records):
-    """What a sweep did, without times: floors go by their screen, since times choose which of them are timed to the end."""
+    """What a sweep did, without times: floors go by their screen, since times choose which of them
+    are timed to the end.
+    """
     found = Counter()
     for r in records:
         if isinstance(r, Build):
@@ -87,7 +93,9 @@ def keys(records):
 
 
 def assert_same_work(folder, undisturbed, store):
-    """Going on to the end gives the trials and the table's cells of the undisturbed sweep, each once."""
+    """Going on to the end gives the trials and the table's cells of the undisturbed sweep, each
+    once.
+    """
     outcome = sweep(folder, store)
     assert keys(outcome.records) == keys(undisturbed[1])
     assert outcome.table is not None
@@ -172,7 +180,9 @@ def whole_lines(folder):
 
 
 def killed_again_and_again(tmp_path, store, seed, kills):
-    """Starts a sweep and kills it, so many times: while it starts, and around writes to its journal; then lets it end. Its folder."""
+    """Starts a sweep and kills it, so many times: while it starts, and around writes to its
+    journal; then lets it end. Its folder.
+    """
     pick, folder, last, started = random.Random(seed), tmp_path / f"killed {seed}", b"", []
     for _ in range(kills):
         running = Running(tmp_path, store, folder)
@@ -193,16 +203,21 @@ def killed_again_and_again(tmp_path, store, seed, kills):
 
 
 def test_kill_9_at_random_moments(undisturbed, store, tmp_path):
-    """Fault: a sweep killed at any of ten random moments, and started again each time, lost trials or repeated them."""
+    """Fault: a sweep killed at any of ten random moments, and started again each time, lost trials
+    or repeated them.
+    """
     with ThreadPoolExecutor(2) as pool:
-        folders = list(pool.map(lambda seed: killed_again_and_again(tmp_path, store, seed, 5), (1, 2)))
+        folders = list(
+            pool.map(lambda seed: killed_again_and_again(tmp_path, store, seed, 5), (1, 2))
+        )
     for folder in folders:
         assert keys(journal.read(folder)[1]) == keys(undisturbed[1])
     assert_same_work(folders[0], undisturbed, store)
 
 
 def test_kill_9_of_the_worker_and_a_second_sweep(undisturbed, store, tmp_path):
-    """The timing process is killed while it checks, and while it times: the sweep goes on and ends with the undisturbed one's trials.
+    """The timing process is killed while it checks, and while it times: the sweep goes on and ends
+    with the undisturbed one's trials.
 
     Meanwhile a second sweep in its folder is refused, with the first one's name.
     """
@@ -225,17 +240,23 @@ def test_kill_9_of_the_worker_and_a_second_sweep(undisturbed, store, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 64 KiB, less than a journal takes; skipped where a file system cannot be mounted, the limit on files' sizes stands in."""
+    """A disk of 64 KiB, less than a journal takes; skipped where a file system cannot be mounted,
+    the limit on files' sizes stands in.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], capture_output=True
+    ).returncode:
         pytest.skip("tmpfs cannot be mounted here")
     yield disk
     subprocess.run(["umount", disk], check=True)
 
 
 def assert_full_disk_is_said(said, folder, undisturbed):
-    """The error names the file, the cause and the remedy; the journal holds whole records, the undisturbed one's first."""
+    """The error names the file, the cause and the remedy; the journal holds whole records, the
+    undisturbed one's first.
+    """
     output, code = said
     assert code == 2
     assert output.startswith("JournalError: ") and str(folder / journal.FILE) in output
@@ -246,7 +267,9 @@ def assert_full_disk_is_said(said, folder, undisturbed):
 
 
 def test_a_file_that_may_not_grow(undisturbed, store, tmp_path):
-    """A full disk, as a limit on the journal's size: a clear refusal, a whole journal; with room again the same sweep goes on."""
+    """A full disk, as a limit on the journal's size: a clear refusal, a whole journal; with room
+    again the same sweep goes on.
+    """
     folder = tmp_path / "run"
     said = Running(tmp_path, store, folder, len(undisturbed[0]) // 2).finish()
     assert_full_disk_is_said(said, folder, undisturbed)
@@ -264,12 +287,21 @@ def test_a_full_disk(undisturbed, store, tmp_path, small_disk):
 
 
 def test_a_journal_cut_anywhere(undisturbed, store, tmp_path):
-    """A journal cut at random bytes opens at its last whole record. One cut within a cell's records: that cell alone is timed again."""
+    """A journal cut at random bytes opens at its last whole record. One cut within a cell's
+    records: that cell alone is timed again.
+    """
     data, records = undisturbed
     pick, (run, _) = random.Random(3), journal._parse(data, Path("journal"))
     first = data.index(b"\n") + 1
     torn = data.rindex(b"\n", 0, data.rindex(b'{"kind":"cell"') - 2) - 7
-    cuts = [torn, 100, first, first + 1, len(data) - 1, *(pick.randrange(first, len(data)) for _ in range(30))]
+    cuts = [
+        torn,
+        100,
+        first,
+        first + 1,
+        len(data) - 1,
+        *(pick.randrange(first, len(data)) for _ in range(30)),
+    ]
     for n, cut in enumerate(cuts):
         folder = tmp_path / str(n)
         folder.mkdir()
@@ -286,7 +318,9 @@ def test_a_journal_cut_anywhere(undisturbed, store, tmp_path):
 
 
 def test_a_journal_damaged_inside(undisturbed, store, tmp_path):
-    """A record in the middle that was overwritten is no torn end: a refusal that names file and line, and the file stays as it is."""
+    """A record in the middle that was overwritten is no torn end: a refusal that names file and
+    line, and the file stays as it is.
+    """
     data = bytearray(undisturbed[0])
     middle = data.index(b"\n", len(data) // 2) + 20
     data[middle : middle + 5] = b"\0" * 5
@@ -306,7 +340,9 @@ def planted(monkeypatch):
 
 
 def test_memory_is_limited_to_what_is_free():
-    """Fault: a variant that kept memory took all there is, and the system ended other processes. It fails alone, before."""
+    """Fault: a variant that kept memory took all there is, and the system ended other processes. It
+    fails alone, before.
+    """
     code = """
 import mmap
 from gdntune.objects.processes import free_memory, limit_memory
@@ -319,7 +355,9 @@ try:
 except OSError:
     print(len(kept))
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert 1 <= int(said) <= 5
 
 
@@ -333,8 +371,14 @@ SHOWS = {
 
 @pytest.mark.usefixtures("planted")
 def test_broken_variants_fail_their_check(store, tmp_path):
-    """Variants that write out of bounds, keep memory or write to others' slots are journalled with what they did; the rest is timed."""
-    text = BROKEN.replace("FAULT", f"[{', '.join(SHOWS)}]").replace("LATE", "[false]").replace("[2, 7]", "[2]")
+    """Variants that write out of bounds, keep memory or write to others' slots are journalled with
+    what they did; the rest is timed.
+    """
+    text = (
+        BROKEN.replace("FAULT", f"[{', '.join(SHOWS)}]")
+        .replace("LATE", "[false]")
+        .replace("[2, 7]", "[2]")
+    )
     outcome = sweep(tmp_path, store, text, policy=faulty.Planted())
     checks = {r.variant: r for r in outcome.records if isinstance(r, Check)}
     for fault, (status, reason) in SHOWS.items():
@@ -342,20 +386,29 @@ def test_broken_variants_fail_their_check(store, tmp_path):
         assert found.status == status, found.reason
         assert re.search(reason, found.reason), found.reason
     assert checks and all(r.status == "ok" for r in checks.values())
-    assert not {r.variant.id for r in outcome.records if isinstance(r, Trial)} & {f"faulty.{f}" for f in SHOWS}
+    assert not {r.variant.id for r in outcome.records if isinstance(r, Trial)} & {
+        f"faulty.{f}" for f in SHOWS
+    }
     assert outcome.table is not None
     assert any("3 did not pass the check" in note for note in outcome.notes)
 
 
 @pytest.mark.usefixtures("planted")
 def test_a_variant_that_breaks_when_it_is_timed(store, tmp_path):
-    """A variant that passes its check and takes the process down at one batch size is a failed trial there; the cell is timed without it."""
+    """A variant that passes its check and takes the process down at one batch size is a failed
+    trial there; the cell is timed without it.
+    """
     text = BROKEN.replace("FAULT", "[wild]").replace("LATE", "[true]")
     outcome = sweep(tmp_path, store, text, policy=faulty.Planted())
     victim = "faulty.wild.late"
-    assert [r.status for r in outcome.records if isinstance(r, Check) and r.variant == victim] == ["ok"]
+    assert [r.status for r in outcome.records if isinstance(r, Check) and r.variant == victim] == [
+        "ok"
+    ]
     trials = [r for r in outcome.records if isinstance(r, Trial) and r.role == "decode"]
     failed = [(r.problem.B, r.variant.id, r.status) for r in trials if r.status != "ok"]
     assert failed == [(faulty.LATE_BATCH, victim, "crashed")]
-    assert [(r.problem.B, r.status) for r in outcome.records if isinstance(r, Cell)] == [(2, "ok"), (7, "ok")]
+    assert [(r.problem.B, r.status) for r in outcome.records if isinstance(r, Cell)] == [
+        (2, "ok"),
+        (7, "ok"),
+    ]
     assert victim not in outcome.table.variants

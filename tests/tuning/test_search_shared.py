@@ -1,4 +1,6 @@
-"""Sweeps that add cells of their own, and sweeps whose cells several workers share; real CPU kernels, real processes."""
+"""Sweeps that add cells of their own, and sweeps whose cells several workers share; real CPU
+kernels, real processes.
+"""
 
 import json
 import os
@@ -45,11 +47,15 @@ def store():
 
 def sweep(folder, store, text=CONFIG, **options):
     """A sweep of a config's text on this CPU."""
-    return search.sweep(config.parse(text), folder, device=arch.detect("cpu"), store=store, **options)
+    return search.sweep(
+        config.parse(text), folder, device=arch.detect("cpu"), store=store, **options
+    )
 
 
 def made_up(start, problem, decode, floor, effort, sure=()):
-    """`session.time_task` with times from a formula: one variant is the fastest below 37 work units, another above."""
+    """`session.time_task` with times from a formula: one variant is the fastest below 37 work
+    units, another above.
+    """
     got = honest_time_task(start, problem, decode, floor, effort, sure)
 
     def us(variant):
@@ -58,7 +64,9 @@ def made_up(start, problem, decode, floor, effort, sure=()):
         return 47.0 if "tv32" in variant.id and "vec16" in variant.id else 200.0
 
     timed = [
-        t if t.role == "floor" else t._replace(screen_us=[us(t.variant)] * 3, final_us=[us(t.variant)] * 6)
+        t
+        if t.role == "floor"
+        else t._replace(screen_us=[us(t.variant)] * 3, final_us=[us(t.variant)] * 6)
         for t in got.timed
     ]
     return got._replace(timed=timed)
@@ -88,7 +96,9 @@ def purposes(records):
 
 
 def test_a_sweep_adds_cells_and_replays(added, tmp_path):
-    """Bisection narrows the crossover, held-out cells come last and have no part in choosing, the replay is the table to the byte."""
+    """Bisection narrows the crossover, held-out cells come last and have no part in choosing, the
+    replay is the table to the byte.
+    """
     folder, outcome = added
     cells = [r for r in outcome.records if isinstance(r, Cell)]
     order = [r.purpose or "own" for r in cells]
@@ -114,12 +124,17 @@ def stingy(start, problem, decode, floor, effort, sure=()):
     if len(sure) < 2:
         return got
     return got._replace(
-        timed=[t if t.role == "floor" or t.variant.id in sure else t._replace(final_us=[]) for t in got.timed]
+        timed=[
+            t if t.role == "floor" or t.variant.id in sure else t._replace(final_us=[])
+            for t in got.timed
+        ]
     )
 
 
 def test_the_judged_choice_has_final_samples(monkeypatch, store, tmp_path):
-    """At held-out cells the table's choice and the default rule's are timed to the end, and nothing else need be."""
+    """At held-out cells the table's choice and the default rule's are timed to the end, and nothing
+    else need be.
+    """
     monkeypatch.setattr(session, "time_task", stingy)
     outcome = sweep(tmp_path, store)
     rules = {rule.when: rule for rule in outcome.table.rules}
@@ -127,7 +142,9 @@ def test_the_judged_choice_has_final_samples(monkeypatch, store, tmp_path):
     for cell in (r for r in outcome.records if isinstance(r, Cell) and r.purpose == "held-out"):
         choice = rules[cell.problem.contract].at(cell.problem.work_units).variant
         finals = [
-            r for r in outcome.records if isinstance(r, Trial) and (r.problem, r.stage) == (cell.problem, "final")
+            r
+            for r in outcome.records
+            if isinstance(r, Trial) and (r.problem, r.stage) == (cell.problem, "final")
         ]
         timed = {r.variant.id for r in finals if r.role == "decode"}
         assert choice in timed
@@ -141,7 +158,9 @@ def test_the_judged_choice_has_final_samples(monkeypatch, store, tmp_path):
 
 @pytest.mark.usefixtures("crossing")
 def test_a_sweep_with_added_cells_is_resumed(added, store, tmp_path):
-    """Cut after any cell, its own or an added one, the sweep ends with the same cells for the same purposes, each once."""
+    """Cut after any cell, its own or an added one, the sweep ends with the same cells for the same
+    purposes, each once.
+    """
     folder, whole = added
     lines = (folder / FILE).read_bytes().splitlines(keepends=True)
     ends = [i for i, line in enumerate(lines) if line.startswith(b'{"kind":"cell"')]
@@ -162,7 +181,9 @@ def lost(start, problem, decode, floor, effort, sure=()):
 
 
 def test_added_cells_that_failed_are_tried_again(monkeypatch, store, tmp_path):
-    """Fault: cells between two, and held-out ones, were never timed again once they had failed. They keep their purpose."""
+    """Fault: cells between two, and held-out ones, were never timed again once they had failed.
+    They keep their purpose.
+    """
     with monkeypatch.context() as patched:
         patched.setattr(session, "time_task", lost)
         first = sweep(tmp_path, store)
@@ -181,7 +202,9 @@ def test_added_cells_that_failed_are_tried_again(monkeypatch, store, tmp_path):
 
 
 def test_an_older_journal_keeps_its_way(added, store, tmp_path):
-    """A journal whose header does not say how its table is derived goes on without, and its table is derived as it was."""
+    """A journal whose header does not say how its table is derived goes on without, and its table
+    is derived as it was.
+    """
     folder, whole = added
     later = ("regret", "keeps_default", "cells", "rounds")
     old = msgspec.structs.replace(whole.run, **dict.fromkeys(later, msgspec.UNSET))
@@ -199,7 +222,9 @@ def assert_whole(outcome, folder):
     """All checks and cells are there, each once, and the journal is what the sweep says."""
     c = config.parse(CONFIG)
     cells = [r for r in outcome.records if isinstance(r, Cell)]
-    assert {r.problem for r in cells} >= set(c.problems()) and len({r.problem for r in cells}) == len(cells)
+    assert {r.problem for r in cells} >= set(c.problems()) and len(
+        {r.problem for r in cells}
+    ) == len(cells)
     checks = Counter((r.contract, r.variant) for r in outcome.records if isinstance(r, Check))
     assert set(checks.values()) == {1}
     assert read(folder)[1] == outcome.records
@@ -208,7 +233,9 @@ def assert_whole(outcome, folder):
 
 
 def test_two_processes_share_a_sweep(store, tmp_path):
-    """Cells are timed by both, each cell by one alone; the journal says by which, and a note that a CPU's times are disturbed."""
+    """Cells are timed by both, each cell by one alone; the journal says by which, and a note that a
+    CPU's times are disturbed.
+    """
     outcome = sweep(tmp_path, store, devices=(0, 1))
     assert_whole(outcome, tmp_path)
     assert {r.timed_on for r in outcome.records if isinstance(r, Cell)} == {"cpu:0", "cpu:1"}
@@ -222,32 +249,48 @@ def test_two_processes_share_a_sweep(store, tmp_path):
         elif isinstance(r, Cell):
             waiting.clear()
     # another number of devices goes on with the same journal, and one says nothing of devices
-    (tmp_path / FILE).write_bytes(b"".join((tmp_path / FILE).read_bytes().splitlines(keepends=True)[:-3]))
+    (tmp_path / FILE).write_bytes(
+        b"".join((tmp_path / FILE).read_bytes().splitlines(keepends=True)[:-3])
+    )
     again = sweep(tmp_path, store)
     assert_whole(again, tmp_path)
     assert [r.timed_on for r in again.records if isinstance(r, Cell)].count(msgspec.UNSET) == 1
 
 
 def fragile(start, problem, decode, floor, effort, sure=()):
-    """`session.time_task` that ends its process at one cell where one variant is called; runs in the timing process."""
+    """`session.time_task` that ends its process at one cell where one variant is called; runs in
+    the timing process.
+    """
     if problem.B == 8 and any("tv16.ilp2.vec8" in v.id for v in decode):
         os.abort()
     return honest_time_task(start, problem, decode, floor, effort, sure)
 
 
 def test_a_crash_on_one_of_two(monkeypatch, store, tmp_path):
-    """The variant that takes one worker down is a failed trial there and left out later; the other worker's cells are timed."""
+    """The variant that takes one worker down is a failed trial there and left out later; the other
+    worker's cells are timed.
+    """
     monkeypatch.setattr(session, "time_task", fragile)
     text = CONFIG.replace(", held_out: 2", "")
     outcome = sweep(tmp_path, store, text, devices=(0, 1))
-    failed = {(r.problem.B, r.variant.id) for r in outcome.records if isinstance(r, Trial) and r.status == "crashed"}
-    assert failed and {B for B, _ in failed} == {8} and all("tv16.ilp2.vec8" in name for _, name in failed)
+    failed = {
+        (r.problem.B, r.variant.id)
+        for r in outcome.records
+        if isinstance(r, Trial) and r.status == "crashed"
+    }
+    assert (
+        failed
+        and {B for B, _ in failed} == {8}
+        and all("tv16.ilp2.vec8" in name for _, name in failed)
+    )
     assert all(r.status == "ok" for r in outcome.records if isinstance(r, Cell))
     assert not any("tv16.ilp2.vec8" in name for name in outcome.table.variants)
 
 
 def test_a_worker_of_another_kind_is_refused(monkeypatch, store, tmp_path):
-    """Devices or software that differ may not share a journal: the refusal says what differs, and nothing is journalled."""
+    """Devices or software that differ may not share a journal: the refusal says what differs, and
+    nothing is journalled.
+    """
     asked = search._Sweep._identity
 
     def other(self, worker):
@@ -256,7 +299,8 @@ def test_a_worker_of_another_kind_is_refused(monkeypatch, store, tmp_path):
 
     monkeypatch.setattr(search._Sweep, "_identity", other)
     with pytest.raises(
-        UnsupportedProblem, match=r"cpu:1 cannot share this sweep: torch: .* here, 1\.0 there; accepted are"
+        UnsupportedProblem,
+        match=r"cpu:1 cannot share this sweep: torch: .* here, 1\.0 there; accepted are",
     ):
         sweep(tmp_path, store, devices=(0, 1))
     assert not (tmp_path / FILE).exists()
@@ -267,7 +311,9 @@ def test_a_worker_of_another_kind_is_refused(monkeypatch, store, tmp_path):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A Ray cluster of two nodes on this machine, each with one CPU and a store of its own: the folder that is given."""
+    """A Ray cluster of two nodes on this machine, each with one CPU and a store of its own: the
+    folder that is given.
+    """
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -283,16 +329,22 @@ def cluster(tmp_path_factory):
 
 @pytest.mark.usefixtures("cluster")
 def test_ray_shares_a_sweep(monkeypatch, store, tmp_path):
-    """Two nodes share the cells; a variant that takes an actor down is a journalled failure, and the sweep goes on to its table."""
+    """Two nodes share the cells; a variant that takes an actor down is a journalled failure, and
+    the sweep goes on to its table.
+    """
     monkeypatch.setattr(session, "time_task", fragile)
     outcome = sweep(tmp_path, store, executor="ray")
     assert_whole(outcome, tmp_path)
-    assert {r.problem.B for r in outcome.records if isinstance(r, Trial) and r.status == "crashed"} == {8}
+    assert {
+        r.problem.B for r in outcome.records if isinstance(r, Trial) and r.status == "crashed"
+    } == {8}
     assert all(r.status == "ok" and r.timed_on for r in outcome.records if isinstance(r, Cell))
 
 
 def test_a_host_without_the_files_gets_them(cluster, store, tmp_path):
-    """An actor whose host has not the store's files writes them into its own store, and finds its objects there."""
+    """An actor whose host has not the store's files writes them into its own store, and finds its
+    objects there.
+    """
     from gdntune.tuning import ray as ray_executor
 
     text = CONFIG
@@ -336,7 +388,9 @@ def pid(start):
 
 @pytest.mark.usefixtures("cluster")
 def test_a_killed_actor_is_replaced(store, tmp_path):
-    """kill -9, a hang and a fault are values, a refusal is raised; after each the next task has an actor."""
+    """kill -9, a hang and a fault are values, a refusal is raised; after each the next task has an
+    actor.
+    """
     from gdntune.tuning import ray as ray_executor
 
     start = session.Start(arch.detect("cpu"), 0, str(store.root), (), config.parse(CONFIG).policy)
@@ -370,7 +424,9 @@ def test_without_ray(monkeypatch, store, tmp_path):
 
 
 def test_the_command_line_on_such_sweeps(added):
-    """`judge` of a sweep with held-out cells needs no table, the report has their regret, `--devices` and `--executor` are looked at."""
+    """`judge` of a sweep with held-out cells needs no table, the report has their regret,
+    `--devices` and `--executor` are looked at.
+    """
     from typer.testing import CliRunner
 
     from gdntune.cli.app import app
@@ -383,8 +439,12 @@ def test_the_command_line_on_such_sweeps(added):
     said = run("judge", folder)
     assert said.exit_code == 0 and "the table at the sweep's held-out cells" in said.stdout
     assert json.loads(run("judge", folder, "--json").stdout)["table"]["cells"] == 2
-    assert f"At {outcome.table.evidence.held_out_cells} held-out cells" in report([folder]).markdown()
-    assert "at 2 held-out cells" in " ".join(run("table", "show", folder / "table.json").stdout.split())
+    assert (
+        f"At {outcome.table.evidence.held_out_cells} held-out cells" in report([folder]).markdown()
+    )
+    assert "at 2 held-out cells" in " ".join(
+        run("table", "show", folder / "table.json").stdout.split()
+    )
     for args, message in (
         (("--devices", "0,x"), "'0,x': accepted are device numbers"),
         (("--devices", "1,1"), "each once"),
@@ -397,11 +457,15 @@ def test_the_command_line_on_such_sweeps(added):
 def bare(start, problem, decode, floor, effort, sure=()):
     """`made_up`, where nothing but what must be is timed to the end."""
     got = made_up(start, problem, decode, floor, effort, sure)
-    return got._replace(timed=[t if t.variant.id in sure else t._replace(final_us=[]) for t in got.timed])
+    return got._replace(
+        timed=[t if t.variant.id in sure else t._replace(final_us=[]) for t in got.timed]
+    )
 
 
 def test_a_judged_tables_choices_are_timed_to_the_end(monkeypatch, added, store, tmp_path):
-    """A sweep told of a table has final samples of its choices, with the variants in no other order; what it cannot time it says."""
+    """A sweep told of a table has final samples of its choices, with the variants in no other
+    order; what it cannot time it says.
+    """
     monkeypatch.setattr(session, "time_task", bare)
     other = added[1].table
     rules = {rule.when: rule for rule in other.rules}
@@ -409,15 +473,23 @@ def test_a_judged_tables_choices_are_timed_to_the_end(monkeypatch, added, store,
     untold = sweep(tmp_path / "untold", store)
 
     def trials(outcome, problem):
-        return [r for r in outcome.records if isinstance(r, Trial) and r.problem == problem and r.role == "decode"]
+        return [
+            r
+            for r in outcome.records
+            if isinstance(r, Trial) and r.problem == problem and r.role == "decode"
+        ]
 
     more = 0
     for problem in config.parse(CONFIG).problems():
         choice = rules[problem.contract].at(problem.work_units).variant
-        finals = [{r.variant.id for r in trials(o, problem) if r.stage == "final"} for o in (told, untold)]
+        finals = [
+            {r.variant.id for r in trials(o, problem) if r.stage == "final"} for o in (told, untold)
+        ]
         assert finals[0] == finals[1] | {choice}
         more += choice not in finals[1]
-        names = [list(dict.fromkeys(r.variant.id for r in trials(o, problem))) for o in (told, untold)]
+        names = [
+            list(dict.fromkeys(r.variant.id for r in trials(o, problem))) for o in (told, untold)
+        ]
         assert names[0] == names[1]
     assert more
     assert not any("judged tables" in note for note in told.notes)
@@ -426,7 +498,10 @@ def test_a_judged_tables_choices_are_timed_to_the_end(monkeypatch, added, store,
         variants={f"{name}.x": v for name, v in other.variants.items()},
         rules=tuple(
             msgspec.structs.replace(
-                rule, intervals=tuple(msgspec.structs.replace(i, variant=f"{i.variant}.x") for i in rule.intervals)
+                rule,
+                intervals=tuple(
+                    msgspec.structs.replace(i, variant=f"{i.variant}.x") for i in rule.intervals
+                ),
             )
             for rule in other.rules
         ),

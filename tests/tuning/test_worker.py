@@ -1,4 +1,6 @@
-"""What runs in the timing process: shared tensors, turns of a walk through the pool, leaders, time limits."""
+"""What runs in the timing process: shared tensors, turns of a walk through the pool, leaders, time
+limits.
+"""
 
 import gc
 import weakref
@@ -44,7 +46,9 @@ def a_session(store, l2="warm"):
 
 
 def test_a_cell_keeps_its_leaders_and_its_default(variants):
-    """All variants are screened, the leaders and decode[0], the default's choice, are timed to the end, floors beside them."""
+    """All variants are screened, the leaders and decode[0], the default's choice, are timed to the
+    end, floors beside them.
+    """
     store, decode, floor = variants
     result = a_session(store).time_cell(PROBLEM, decode, floor, SEARCH, {decode[0].id})
     finals = [t for t in result.timed if t.final_us]
@@ -67,7 +71,9 @@ def test_what_is_judged_is_timed_to_the_end(variants):
 
 
 def test_all_are_timed_to_the_end_where_as_many_are_kept(tmp_path):
-    """Fault: `keep` of more than a third of the variants kept that third, so a sweep meant to be exhaustive was none."""
+    """Fault: `keep` of more than a third of the variants kept that third, so a sweep meant to be
+    exhaustive was none.
+    """
     device, store = arch.detect("cpu"), Store(tmp_path)
     kernel = kernels.get(kernels.variants(CONTRACT, device)[0].kernel)
     decode = [v for v in kernels.variants(CONTRACT, device) if v.kernel == kernel.name][:12]
@@ -84,13 +90,17 @@ def test_all_are_timed_to_the_end_where_as_many_are_kept(tmp_path):
 
 @pytest.mark.parametrize(("rounds", "looks"), [(2, {2}), (4, {3, 4}), (6, {3, 6}), (11, {6, 11})])
 def test_the_screen_has_two_looks(tmp_path, rounds, looks):
-    """All variants have half of the screen's samples, three at least; those that go on have all of them."""
+    """All variants have half of the screen's samples, three at least; those that go on have all of
+    them.
+    """
     device, store = arch.detect("cpu"), Store(tmp_path)
     kernel = kernels.get(kernels.variants(CONTRACT, device)[0].kernel)
     decode = [v for v in kernels.variants(CONTRACT, device) if v.kernel == kernel.name][:12]
     pairs = [(object_spec(kernel, CONTRACT, v, device), kernel.compiler) for v in decode]
     assert all(b.ok for b in build.compile_objects(pairs, store))
-    result = a_session(store).time_cell(PROBLEM, decode, [], msgspec.structs.replace(SEARCH, screen_rounds=rounds))
+    result = a_session(store).time_cell(
+        PROBLEM, decode, [], msgspec.structs.replace(SEARCH, screen_rounds=rounds)
+    )
     assert {len(t.screen_us) for t in result.timed} == looks
     assert all(len(t.screen_us) == rounds for t in result.timed if t.final_us)
 
@@ -109,7 +119,10 @@ def test_a_cell_ends_with_its_time(variants):
     """max_cell_seconds leaves fewer rounds, and the stop rule says so."""
     store, decode, floor = variants
     result = a_session(store).time_cell(
-        PROBLEM, decode, floor, msgspec.structs.replace(SEARCH, final_rounds=10**6, max_cell_seconds=0.2)
+        PROBLEM,
+        decode,
+        floor,
+        msgspec.structs.replace(SEARCH, final_rounds=10**6, max_cell_seconds=0.2),
     )
     assert result.took.stop == "max_cell_seconds=0.2"
     assert 20 <= max(len(t.final_us) for t in result.timed) < 10**6
@@ -117,7 +130,9 @@ def test_a_cell_ends_with_its_time(variants):
 
 @pytest.mark.parametrize("room", [True, False])
 def test_final_rounds_on_several_sets_of_tensors(variants, monkeypatch, room):
-    """Rounds are shared out among placements, each with tensors elsewhere while there is room to hold the earlier ones."""
+    """Rounds are shared out among placements, each with tensors elsewhere while there is room to
+    hold the earlier ones.
+    """
     store, decode, floor = variants
     mine = a_session(store)
     if not room:
@@ -151,7 +166,9 @@ def test_more_placements_than_rounds():
 
 
 def test_rotate_walks_through_the_pool(variants):
-    """Fault: one buffer timed again and again is the cache: under rotate each round takes other slots, kernels and floors alike."""
+    """Fault: one buffer timed again and again is the cache: under rotate each round takes other
+    slots, kernels and floors alike.
+    """
     store, decode, _floor = variants
     mine = a_session(store, "rotate")
     calls = mine.calls(PROBLEM, "decode", decode[:1])
@@ -161,8 +178,12 @@ def test_rotate_walks_through_the_pool(variants):
     for r in range(turns):
         before = calls.case.state.clone()
         calls.calls[0](r)
-        changed.append(frozenset((calls.case.state != before).flatten(1).any(1).nonzero().flatten().tolist()))
-    assert sorted(slot for turn in changed for slot in turn) == list(range(calls.case.state.shape[0]))
+        changed.append(
+            frozenset((calls.case.state != before).flatten(1).any(1).nonzero().flatten().tolist())
+        )
+    assert sorted(slot for turn in changed for slot in turn) == list(
+        range(calls.case.state.shape[0])
+    )
     states = {a[0].data_ptr() for a in session._floor_arguments(PROBLEM, turns, "cpu")}
     assert len(states) == turns
     # a CUDA graph of 64 calls then walks through the whole pool a whole number of times
@@ -170,7 +191,9 @@ def test_rotate_walks_through_the_pool(variants):
 
 
 def test_rotate_gives_each_timed_call_other_slots(variants):
-    """Fault: in a round all variants took the same slots, so that all but the first found their states in the cache."""
+    """Fault: in a round all variants took the same slots, so that all but the first found their
+    states in the cache.
+    """
     store, decode, _floor = variants
     mine = a_session(store, "rotate")
     calls = mine.calls(PROBLEM, "decode", decode[:3])
@@ -180,7 +203,11 @@ def test_rotate_gives_each_timed_call_other_slots(variants):
         def run(turn):
             before = calls.case.state.clone()
             call(turn)
-            seen.append(frozenset((calls.case.state != before).flatten(1).any(1).nonzero().flatten().tolist()))
+            seen.append(
+                frozenset(
+                    (calls.case.state != before).flatten(1).any(1).nonzero().flatten().tolist()
+                )
+            )
 
         return run
 
@@ -199,7 +226,9 @@ def test_rotate_needs_a_pool(variants):
 
 
 def test_states_are_restored_before_the_final_rounds(variants):
-    """The samples that decide start from the state that was made, not from one that the screen decayed."""
+    """The samples that decide start from the state that was made, not from one that the screen
+    decayed.
+    """
     store, decode, _ = variants
     calls = a_session(store).calls(PROBLEM, "decode", decode[:1])
     kept = calls.case.state.clone()
@@ -212,7 +241,9 @@ def test_states_are_restored_before_the_final_rounds(variants):
 
 
 def test_a_chain_has_layers_of_its_own(variants):
-    """Under chain a call's argument is its layer, kernels and floors alike; restore and finite see every layer."""
+    """Under chain a call's argument is its layer, kernels and floors alike; restore and finite see
+    every layer.
+    """
     store, decode, floor = variants
     mine = a_session(store, "chain")
     calls = mine.calls(PROBLEM, "decode", decode[:1])
@@ -261,7 +292,9 @@ def test_a_cell_in_a_chain(variants, monkeypatch):
 
 
 def test_a_cell_that_fails_lets_go_of_its_tensors(variants, monkeypatch):
-    """Fault: who sends the error on holds its traceback, which kept the pools of a cell, up to 40% of a GPU, while it was timed again."""
+    """Fault: who sends the error on holds its traceback, which kept the pools of a cell, up to 40%
+    of a GPU, while it was timed again.
+    """
     store, decode, floor = variants
     mine = a_session(store, "chain")
     monkeypatch.setattr(session, "_SESSION", [mine])
