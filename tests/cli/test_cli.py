@@ -367,7 +367,7 @@ def test_interrupted(monkeypatch, tmp_path):
 
 def test_report_forms(folder, tmp_path):
     """Markdown and CSV to standard output or a file, the terminal's tables by default."""
-    made = report.report([folder])
+    made = report([folder])
     assert run("report", folder, "--format", "md").stdout == made.markdown()
     assert run("report", folder, "--format", "csv").stdout == made.csv()
     assert "18 of 18 cells" in run("report", folder).stdout
@@ -384,7 +384,7 @@ def test_report_as_a_page(folder, tmp_path):
     copy.mkdir()
     for name in ("journal.jsonl", "table.json"):
         (copy / name).write_bytes((folder / name).read_bytes())
-    page = report.report([copy]).html()
+    page = report([copy]).html()
     done = run("report", copy, "--format", "html")
     assert done.stdout.strip() == str(copy / "report.html")
     assert (copy / "report.html").read_text(encoding="utf-8") == page

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from gdntune import errors
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
-from gdntune.report import figures, report
+from gdntune.report import figures
 from gdntune.report.document import Bullets, Document, Grid, Section, Text
 from gdntune.report.html import html
 from gdntune.report.panels import packed
+from gdntune.report.report import report
 from gdntune.results.journal import Cell, Check, Trial
 from gdntune.results.published import published
 

@@ -258,7 +258,7 @@ def test_a_cell_that_was_done_again_counts_once(benched):
     counted.
     """
     folder, outcome = benched
-    frame = report.report([folder]).frame
+    frame = report([folder]).frame
     [found] = compared(frame, outcome.records)
     last = next(r for r in reversed(outcome.records) if isinstance(r, Cell))
     mine = [r for r in outcome.records if isinstance(r, Trial) and r.problem == last.problem]
@@ -275,7 +275,7 @@ def test_the_report_compares(benched):
     those without times.
     """
     folder, _ = benched
-    made = report.report([folder])
+    made = report([folder])
     text = " ".join(made.markdown().split())
     assert "Speed-up over library" in text
     assert "Peers without a time" in text and "AssertionError: K must be 4096" in text
@@ -299,7 +299,7 @@ def test_the_report_compares(benched):
     assert "objects compiled (0 failed)" in text and "timings (0 failed)" in text
     assert "Failures by reason" not in text
     assert len(list(csv.DictReader(io.StringIO(made.csv())))) == len(f)
-    assert report.report([folder]).markdown() == made.markdown()
+    assert report([folder]).markdown() == made.markdown()
 
 
 def test_behind_is_beyond_a_tie(benched):
@@ -307,7 +307,7 @@ def test_behind_is_beyond_a_tie(benched):
     and 32 ns.
     """
     folder, outcome = benched
-    frame = report.report([folder]).frame.copy()
+    frame = report([folder]).frame.copy()
     theirs = frame[(frame["role"] == "peer") & (frame["status"] == "ok")].index
     frame.loc[frame["chosen"], ["median_us", "mean_us"]] = 100.0
     for mean, behind in ((99.5, 0), (98.0, 1), (102.0, 0)):
@@ -355,7 +355,7 @@ def test_the_report_has_a_row_for_each_of_equal_work_units(heads):
     where that does not tell, H.
     """
     folder, _ = heads
-    made = report.report([folder])
+    made = report([folder])
     names = ["2 x 2, H=1", "2 x 2, H=2", "4 x 1", "4 x 2"]
     grids = {
         block.caption: block
@@ -433,10 +433,10 @@ def test_the_tables_choice_is_timed(tmp_path, store):
     assert outcome.run.software["table for gdn_decode"].startswith("mine.json sha256 ")
     assert outcome.table.rules[0].at(problem.work_units).variant == other.id
     assert outcome.table.evidence.journal_sha256 == digest(*read(folder))
-    frame = report.report([folder]).frame
+    frame = report([folder]).frame
     assert frame[frame["chosen"]]["variant"].tolist() == [other.id]
     (folder / "table.json").unlink()
-    again = report.report([folder]).frame  # the journal alone says as much
+    again = report([folder]).frame  # the journal alone says as much
     assert again[again["chosen"]]["variant"].tolist() == [other.id]
     # others that were timed beside it may still be judged
     header, records = read(folder)
