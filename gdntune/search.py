@@ -218,13 +218,17 @@ class _Sweep:
         if self.executor == "ray":
             from gdntune.tuning.ray import ray_workers
 
-            return ray_workers(starts[0], [key for key, b in built.items() if b.ok], self.store)
+            keys = [key for key, b in built.items() if b.ok]
+            return ray_workers(starts[0], keys, self.store, session.begin_task)
         if len(starts) > 1 and self.device.kind == "cpu":
             self.notes.append(
                 f"{len(starts)} processes timed on one CPU at once: their times disturb each other;"
                 " good to try with, not for a table"
             )
-        return [executors.Child(start, f"{self.device.kind}:{start.index}") for start in starts]
+        return [
+            executors.Child(start, f"{self.device.kind}:{start.index}", session.begin_task)
+            for start in starts
+        ]
 
     def _resolved(self, measure: bool) -> tuple[Policy, dict[str, float]]:
         """The policy in force and the peaks, measured where asked for, by the first worker; several

@@ -78,6 +78,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["GDNTUNE_CACHE_DIR"] = os.environ.get("GDNTUNE_TEST_CACHE") or str(folder / "cache")
     os.environ["XDG_DATA_HOME"] = str(folder / "data")
     os.environ["TVM_FFI_CACHE_DIR"] = str(folder / "tvm-ffi")
+    # Threads that spin while they wait take the cores from what they wait for: beside other work
+    # that was five times the CPU time. Read by OpenMP when torch is imported, and by children.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    # A virtual machine may report its host's 300 MiB, of which every cold sample flushes the double.
+    os.environ["GDNTUNE_LLC_MIB"] = "8"
     for name in ("GDNTUNE_TABLE", "GDNTUNE_CHECK"):
         os.environ.pop(name, None)
 

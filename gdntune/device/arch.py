@@ -285,7 +285,17 @@ def _cgroup_cpus(root: Path) -> float:
 
 
 def last_level_cache_bytes(root: Path = CPU_CACHES) -> int:
-    """The size of the first core's last-level data cache; 32 MiB where the system does not say."""
+    """The size of the first core's last-level data cache; 32 MiB where the system does not say.
+
+    GDNTUNE_LLC_MIB overrides the system's word: a virtual machine reports its host's cache, of
+    which it has a share. Raises UnknownName for a value that is not a number of MiB.
+    """
+    if given := os.environ.get("GDNTUNE_LLC_MIB"):
+        if not (given.isascii() and given.isdigit() and 0 < int(given) < 1 << 20):
+            raise UnknownName(
+                f"GDNTUNE_LLC_MIB={given!r}: expected a whole number of MiB, such as 32"
+            )
+        return int(given) << 20
     found: list[tuple[int, int]] = []
     for folder in sorted(root.glob("index*")):
         with contextlib.suppress(OSError, ValueError, KeyError):

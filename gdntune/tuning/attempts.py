@@ -76,13 +76,18 @@ def attempts(measure: "Callable[[], T | Crashed]") -> "T | Crashed | Measurement
             return kept or got
 
 
+def check_limit(variants: Sequence[Variant]) -> float:
+    """Seconds after which a check of some variants hangs."""
+    return CHECK_TIMEOUT_S + CHECK_EACH_S * len(variants)
+
+
 def check(worker: Worker, contract: Contract, variants: Sequence[Variant]) -> list[Check]:
     """Checks variants together; where that takes the process down, in halves, so that the culprit
     is found.
     """
     if not variants:
         return []
-    limit = CHECK_TIMEOUT_S + CHECK_EACH_S * len(variants)
+    limit = check_limit(variants)
     got = worker.run(session.check_task, contract, list(variants), timeout=limit)
     if not isinstance(got, Crashed):
         return [

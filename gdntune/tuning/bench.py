@@ -148,7 +148,7 @@ class _Bench:
             start = session.Start(
                 self.device, self.index, str(self.store.root), bundles, self.policy
             )
-            with Child(start) as self.child:
+            with Child(start, begin=session.begin_task) as self.child:
                 found = self.child.run(session.resolve_task, journal.fresh, timeout=CHECK_TIMEOUT_S)
                 if isinstance(found, Crashed):
                     raise MeasurementError(f"the timing process does not start: {found.reason}")

@@ -13,6 +13,11 @@ from pebble import ProcessExpired, ProcessPool
 from gdntune.errors import GdntuneError
 from gdntune.objects.processes import SPAWN, hidden_main
 
+# What a process may take to start: imports, a CUDA context, a timer. A machine that does other work
+# takes minutes, and a task's own time limit must not pay for it.
+START_TIMEOUT_S = 600.0
+START_TRIES = 3
+
 T = TypeVar("T")
 W = TypeVar("W", bound="Worker")
 
@@ -32,8 +37,9 @@ class Worker(Protocol):
     def run(self, function: Callable[..., T], *args: Any, timeout: float) -> "T | Crashed":
         """`function(start, *args)` in the process, within `timeout` seconds.
 
-        A crash, a hang or what a variant raised is a value, and the next task has a fresh process;
-        what gdntune itself raises is raised.
+        A crash, a hang or what a variant raised is a value, and the next task has a fresh process,
+        whose start has START_TIMEOUT_S of its own. What gdntune itself raises is raised, and
+        GdntuneError where the process does not start.
         """
 
     def close(self) -> None:
@@ -42,19 +48,50 @@ class Worker(Protocol):
         """
 
 
-class Child:
+def started(start: Any) -> None:
+    """The task of a fresh process that has nothing to prepare: its imports are done once it runs."""
+
+
+class Begun:
+    """What workers share: a fresh process runs `begin` before its first task, with a time limit of
+    its own.
+    """
+
+    def __init__(self, name: str, begin: Callable[[Any], Any]):
+        self.name = name
+        self._begin, self._begun, self._closed = begin, False, False
+
+    def run(self, function: Callable[..., T], *args: Any, timeout: float) -> "T | Crashed":
+        """See `Worker`."""
+        tries = START_TRIES
+        while not (self._begun or self._closed):
+            begun = self._call(self._begin, timeout=START_TIMEOUT_S)
+            self._begun, tries = not isinstance(begun, Crashed), tries - 1
+            if isinstance(begun, Crashed) and not (tries or self._closed):
+                # no variant is to blame, and the next cells would fare no better
+                raise GdntuneError(
+                    f"the timing process of {self.name or 'this host'} does not start:"
+                    f" {begun.reason}; see that the device works (`gdntune doctor`), and give the"
+                    " same command again: what is journalled stays"
+                )
+        return self._call(function, *args, timeout=timeout)
+
+    def _call(self, function: Callable[..., T], *args: Any, timeout: float) -> "T | Crashed":
+        """As `run`, in the process as it is; a crash leaves `_begun` False."""
+        raise NotImplementedError
+
+
+class Child(Begun):
     """A process on this host. start: what every task is called with first."""
 
-    def __init__(self, start: Any, name: str = ""):
-        self.name = name
+    def __init__(self, start: Any, name: str = "", begin: Callable[[Any], Any] = started):
+        super().__init__(name, begin)
         self._start = start
-        self._closed = False
         self._closing = Lock()
         self._task: Future[Any] | None = None
         self._pool = ProcessPool(max_workers=1, context=SPAWN)
 
-    def run(self, function: Callable[..., T], *args: Any, timeout: float) -> "T | Crashed":
-        """See `Worker`."""
+    def _call(self, function: Callable[..., T], *args: Any, timeout: float) -> "T | Crashed":
         try:
             with hidden_main():
                 with self._closing:
@@ -65,8 +102,11 @@ class Child:
                     )
                 return task.result()
         except FutureTimeout:
+            # pebble replaces the process in both cases
+            self._begun = False
             return Crashed("timeout", f"no answer within {timeout:.0f} s")
         except ProcessExpired as e:
+            self._begun = False
             return Crashed("crashed", f"the process died (exit code {e.exitcode})")
         except (GdntuneError, KeyboardInterrupt):
             raise
@@ -76,6 +116,7 @@ class Child:
             return Crashed("crashed", f"{type(e).__name__}: {str(e)[-500:]}")
 
     def _restart(self) -> None:
+        self._begun = False
         with self._closing:
             if not self._closed:
                 self._pool.stop()

@@ -15,11 +15,11 @@ import msgspec
 
 from gdntune.errors import GdntuneError, ToolMissing, UnsupportedProblem
 from gdntune.objects.store import Store, atomic_write, default_root
-from gdntune.tuning.executors import Crashed, Worker
+from gdntune.tuning.executors import Begun, Crashed, Worker, started
 
 T = TypeVar("T")
 # A device that the cluster lists and does not give within this time is another job's.
-START_TIMEOUT_S = 60.0
+GRANT_TIMEOUT_S = 120.0
 
 
 class _Actor:
@@ -49,27 +49,33 @@ class _Actor:
         return function(self._start, *arguments)
 
 
-class RayWorker:
+class RayWorker(Begun):
     """An actor with one device; see `executors.Worker`. name: the host and the device that Ray gave
     it first.
     """
 
-    def __init__(self, start: Any, files: Any, needs: Mapping[str, Any]):
+    def __init__(
+        self,
+        start: Any,
+        files: Any,
+        needs: Mapping[str, Any],
+        begin: Callable[[Any], Any] = started,
+    ):
+        super().__init__("", begin)
         self._start, self._files, self._needs = start, files, dict(needs)
-        self._closed = False
         self._actor: Any = None
-        self.name = self._begin()
+        self.name = self._place()
 
-    def _begin(self) -> str:
+    def _place(self) -> str:
         import ray
 
         self._actor = ray.remote(**self._needs)(_Actor).remote(self._start, self._files)
         try:
-            return str(ray.get(self._actor.where.remote(), timeout=START_TIMEOUT_S))
+            return str(ray.get(self._actor.where.remote(), timeout=GRANT_TIMEOUT_S))
         except ray.exceptions.GetTimeoutError:
             self._end()
             raise UnsupportedProblem(
-                f"Ray gave no {self._start.device.kind} device within {START_TIMEOUT_S:.0f} s:"
+                f"Ray gave no {self._start.device.kind} device within {GRANT_TIMEOUT_S:.0f} s:"
                 " accepted is a cluster with a free one; see `ray status`"
             ) from None
 
@@ -80,11 +86,11 @@ class RayWorker:
             ray.kill(self._actor)
 
     def _restart(self) -> None:
+        self._begun = False
         if not self._closed:
-            self.name = self._begin()
+            self.name = self._place()
 
-    def run(self, function: Callable[..., T], *args: Any, timeout: float) -> "T | Crashed":
-        """See `executors.Worker`."""
+    def _call(self, function: Callable[..., T], *args: Any, timeout: float) -> "T | Crashed":
         import ray
 
         try:
@@ -110,7 +116,9 @@ class RayWorker:
         self._end()
 
 
-def ray_workers(start: Any, keys: Sequence[str], store: Store) -> list[Worker]:
+def ray_workers(
+    start: Any, keys: Sequence[str], store: Store, begin: Callable[[Any], Any] = started
+) -> list[Worker]:
     """A worker for each free GPU, or each host's CPU, of the Ray cluster at hand, or of this host
     where none runs.
 
@@ -139,7 +147,7 @@ def ray_workers(start: Any, keys: Sequence[str], store: Store) -> list[Worker]:
     with ExitStack() as begun:
         workers: list[Worker] = []
         for one in needs:
-            worker = RayWorker(start, files, one)
+            worker = RayWorker(start, files, one, begin)
             begun.callback(worker.close)
             workers.append(worker)
         begun.pop_all()

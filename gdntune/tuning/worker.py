@@ -479,6 +479,11 @@ def current(start: Start) -> Session:
     return _SESSION[0]
 
 
+def begin_task(start: Start) -> None:
+    """Makes this process's session, before its first task."""
+    current(start)
+
+
 def resolve_task(start: Start, measure: bool) -> tuple[Policy, str | None, dict[str, float]]:
     """The policy as it is in force, its note, and, where asked for, the measured peaks."""
     session = current(start)

@@ -178,7 +178,7 @@ def test_chain_on_the_cpu():
         f"{what} {i}" for i in range(2) for what in ("produce", "call", "use", "weights")
     ]
     assert set(read) == {(2 << 20) / 4}, "four layers' weights are twice the last-level cache"
-    assert all(us >= 3000 for us in slow) and min(quick) < 100
+    assert all(us >= 3000 for us in slow) and min(quick) < 3000
     assert timer.calls_a_sample == 2 and timer.pace_us(calls[0], 2) > 0
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gdntune.errors import MeasurementError
+from gdntune.errors import GdntuneError, MeasurementError
 from gdntune.objects import processes
 from gdntune.tuning.executors import Child, Crashed, on_each, share_out
 
@@ -62,9 +62,19 @@ def test_one_worker_keeps_the_order():
 
 def test_a_slow_job_holds_nobody_up():
     """The other devices go on with the next jobs while one is long at work."""
-    results = list(
-        share_out([Fake("a"), Fake("b")], iter([job(0, 0.3), *(job(n, 0.01) for n in range(1, 8))]))
-    )
+    others = threading.Event()
+
+    def last(worker):
+        assert others.wait(120), "the others wait for it"
+        return 0, worker.name
+
+    def jobs():
+        yield last
+        yield from (job(n) for n in range(1, 8))
+        # asked for once the seventh is done
+        others.set()
+
+    results = list(share_out([Fake("a"), Fake("b")], jobs()))
     assert results[-1] == (0, "a")
     assert {name for n, name in results if n} == {"b"}
 
@@ -97,13 +107,11 @@ def test_an_error_ends_all_at_once():
     workers = [Fake("a"), Fake("b")]
 
     def endless(worker):
-        assert worker.closed.wait(10), "not closed"
+        assert worker.closed.wait(120), "not closed"
         return 0, worker.name
 
-    began = time.monotonic()
     with pytest.raises(MeasurementError, match="job 1"):
         list(share_out(workers, iter([endless, job(1, 0.01, fails=True)])))
-    assert time.monotonic() - began < 5
     assert workers[0].closed.is_set()
 
 
@@ -112,7 +120,7 @@ def test_a_consumer_that_stops_closes_the_workers():
     workers = [Fake("a"), Fake("b")]
 
     def endless(worker):
-        assert worker.closed.wait(10), "not closed"
+        assert worker.closed.wait(120), "not closed"
         return 0, worker.name
 
     results = share_out(workers, iter([endless, job(1)]))
@@ -159,7 +167,7 @@ def die(start):
 
 def hang(start):
     """A task that does not end."""
-    time.sleep(60)
+    time.sleep(10**4)
 
 
 def refuse(start):
@@ -191,6 +199,31 @@ def test_a_child_survives_its_tasks():
         assert child.run(echo, 3, timeout=60)[:2] == ("start", 3)
 
 
+def slow_start(start):
+    """A process that takes long to begin, as on a busy machine."""
+    time.sleep(3)
+
+
+def test_a_start_has_a_time_of_its_own():
+    """Fault: on a busy machine the imports of a fresh process took its first task's time, and an
+    honest variant was taken for one that hangs.
+    """
+    with Child("start", begin=slow_start) as child:
+        for _ in range(2):
+            got = child.run(hang, timeout=1)
+            assert got == Crashed("timeout", "no answer within 1 s")
+        assert child.run(echo, 1, timeout=60)[:2] == ("start", 1)
+
+
+def test_a_process_that_does_not_start_is_nobodys_fault():
+    """Its begin crashes each time: an error, not a value that would blame a variant."""
+    with (
+        Child("start", "cuda:1", begin=die) as child,
+        pytest.raises(GdntuneError, match=r"of cuda:1 does not start: .*exit code 3.*doctor"),
+    ):
+        child.run(echo, 1, timeout=60)
+
+
 def test_two_children_share_jobs_and_one_dies():
     """Real processes: one device's crash is its own, and the others' jobs go on."""
     children = [Child(n, f"cpu:{n}") for n in range(2)]
@@ -216,7 +249,7 @@ def test_a_closed_child_starts_nothing():
     child = Child("start")
     child.run(echo, 0, timeout=60)
     threading.Timer(0.3, child.close).start()
-    got = child.run(hang, timeout=30)
+    got = child.run(hang, timeout=600)
     assert isinstance(got, Crashed) and got.status == "crashed"
     assert isinstance(child.run(echo, 1, timeout=5), Crashed)
 

@@ -25,7 +25,6 @@ from gdntune.errors import JournalError, Locked
 from gdntune.objects.store import Store
 from gdntune.results import journal
 from gdntune.results.journal import Build, Cell, Check, Journal, Trial
-from gdntune.tuning import attempts as trials
 from gdntune.tuning import config
 
 CONFIG = """
@@ -48,7 +47,7 @@ contracts: [{state_dtype: fp32}]
 kernels: {cpu_recurrent: {vec: [16], tile_v: [16], ilp: [2]}, faulty: {fault: FAULT, late: LATE}}
 search: {screen_rounds: 3, keep: 3, final_rounds: 4, max_cell_seconds: 1}
 """
-BOOT_S = 120.0
+BOOT_S = 600.0
 CELLS = 16
 
 
@@ -161,8 +160,8 @@ class Running:
         return said, self.process.returncode
 
     def gone(self):
-        """Whether every process that it started has ended, within some seconds."""
-        until = time.monotonic() + 20
+        """Whether every process that it started has ended, within two minutes."""
+        until = time.monotonic() + 120
         while time.monotonic() < until:
             try:
                 os.killpg(self.process.pid, 0)
@@ -333,10 +332,8 @@ def test_a_journal_damaged_inside(undisturbed, store, tmp_path):
 
 @pytest.fixture
 def planted(monkeypatch):
-    """The faulty kernels in this process's registry, and hangs that are found soon."""
+    """The faulty kernels in this process's registry."""
     faulty.plant(monkeypatch.setitem, monkeypatch.setattr)
-    for name, seconds in (("CHECK_TIMEOUT_S", 6.0), ("CHECK_EACH_S", 0.2), ("CELL_GRACE_S", 4.0)):
-        monkeypatch.setattr(trials, name, seconds)
 
 
 def test_memory_is_limited_to_what_is_free():
