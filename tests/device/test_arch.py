@@ -235,8 +235,18 @@ def test_cgroup_quota(tmp_path, files, cpus):
     assert arch._cgroup_cpus(tmp_path) == cpus
 
 
-def test_last_level_cache(tmp_path):
-    """The highest level counts, instruction caches do not, and a silent system gets the fallback."""
+def test_last_level_cache(tmp_path, monkeypatch):
+    """The highest level counts, instruction caches do not, and a silent system gets the fallback.
+
+    GDNTUNE_LLC_MIB counts before what the system says: a virtual machine reports its host's.
+    """
+    monkeypatch.setenv("GDNTUNE_LLC_MIB", "48")
+    assert arch.last_level_cache_bytes(tmp_path) == 48 << 20
+    for wrong in ("0", "-1", "8M", "1.5"):
+        monkeypatch.setenv("GDNTUNE_LLC_MIB", wrong)
+        with pytest.raises(UnknownName, match="GDNTUNE_LLC_MIB=.*expected a whole number of MiB"):
+            arch.last_level_cache_bytes(tmp_path)
+    monkeypatch.delenv("GDNTUNE_LLC_MIB")
     assert arch.last_level_cache_bytes(tmp_path) == 32 << 20
     for index, (level, kind, size) in enumerate(
         [(1, "Data", "48K"), (3, "Unified", "36M"), (2, "Unified", "1024K")]
