@@ -11,6 +11,7 @@ from gdntune.kernels import (
     cpu_stream_config,
     recurrent_config,
     stream_config,
+    wy_block_config,
     wy_config,
 )
 from gdntune.kernels.spec import Kernel, Role, Variant
@@ -35,6 +36,7 @@ KERNELS: dict[str, Kernel] = {
     for k in (
         recurrent_config.KERNEL,
         wy_config.KERNEL,
+        wy_block_config.KERNEL,
         stream_config.KERNEL,
         cpu_recurrent_config.KERNEL,
         cpu_stream_config.KERNEL,

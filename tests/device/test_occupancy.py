@@ -15,7 +15,7 @@ from gdntune import kernels
 from gdntune.device import arch
 from gdntune.device.occupancy import MULTIPROCESSORS, occupancy
 from gdntune.errors import UnknownName, UnsupportedProblem
-from gdntune.kernels import recurrent_config, wy_config
+from gdntune.kernels import recurrent_config, wy_block_config, wy_config
 from gdntune.kernels.spec import Block
 from gdntune.problem import Contract
 
@@ -56,6 +56,17 @@ SETTINGS = {
     "wy, T=8": ("wy", Contract(tokens=8), wy_config.Knobs(32, 2)),
     "wy, T=4, frozen": ("wy", Contract(tokens=4, mode="frozen"), wy_config.Knobs(32, 1, 4)),
     "wy, T=16, one warp": ("wy", Contract(tokens=16), wy_config.Knobs(16, 1)),
+    "wy_block, KDA, T=8": (
+        "wy_block",
+        KDA.replace(tokens=8),
+        wy_block_config.Knobs(32, 4, registers=128),
+    ),
+    "wy_block, fp16, T=3, frozen": (
+        "wy_block",
+        Contract(tokens=3, mode="frozen", input_dtype="fp16"),
+        wy_block_config.Knobs(16, 8, threads=256),
+    ),
+    "wy_block, T=16": ("wy_block", Contract(tokens=16), wy_block_config.Knobs(16, 2)),
     "floor": (
         "stream",
         Contract(),

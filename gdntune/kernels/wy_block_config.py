@@ -1,0 +1,128 @@
+"""Knobs of `wy_block`: which settings are legal and which are worth trying."""
+
+import dataclasses
+
+from gdntune.device.arch import Device
+from gdntune.errors import UnsupportedProblem
+from gdntune.kernels.facts import compiled_tokens, facts
+from gdntune.kernels.spec import Block, Facts, Kernel, knob
+from gdntune.problem import ITEMSIZE, Contract
+
+# bf16 terms of an operand of the projection, and of a key where it meets u in the final state
+TERMS = {"bf16": 1, "fp16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Knobs:
+    """One setting of the tensor-core kernel whose block works together."""
+
+    rows: int = knob("rw", "rows of V a warp has in registers")
+    warps: int = knob("wp", "warps of a block that have rows of V")
+    threads: int = knob(
+        "th",
+        "threads a block, all of which work on what depends on q, k and the gates alone",
+        default=128,
+    )
+    passes: int = knob("ps", "times that a warp takes new rows", default=1)
+    registers: int = knob(
+        "rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0
+    )
+
+
+def refuse(c: Contract, s: Knobs) -> str | None:
+    """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
+    if c.intermediate != "none":
+        return (
+            f"intermediate={c.intermediate}: states between tokens are never formed, expected none"
+        )
+    if compiled_tokens(c) == 1:
+        return "tokens=1: there is nothing to gather into a product, expected 2 to 16, or ragged"
+    if c.K not in (64, 128, 256):
+        return f"K={c.K}: a token's keys are shared out among the threads of a warp, expected 64, 128 or 256"
+    for name, given, expected in (
+        ("rows", s.rows, (16, 32)),
+        ("warps", s.warps, (1, 2, 4, 8)),
+        ("threads", s.threads, (128, 256)),
+        ("passes", s.passes, (1, 2, 4)),
+        ("registers", s.registers, (0, 64, 80, 96, 128, 168)),
+    ):
+        if given not in expected:
+            return f"{name}={given}: expected one of {', '.join(map(str, expected))}"
+    if 32 * s.warps > s.threads:
+        return f"warps={s.warps} with threads={s.threads}: expected at most {s.threads // 32}"
+    if c.V % (s.rows * s.warps * s.passes):
+        return f"V={c.V} is not a multiple of rows*warps*passes={s.rows * s.warps * s.passes}"
+    registers = s.rows * c.K * ITEMSIZE[c.state_dtype] // 128
+    if registers > 64:
+        return f"the state takes {registers} registers a thread: expected at most 64"
+    return None
+
+
+def block_facts(c: Contract) -> Facts:
+    """`facts`, but up to four tokens are compiled apart: k and q are then half of a product's rows."""
+    return {**facts(c), "tokens": 4} if c.tokens <= 4 else facts(c)
+
+
+def block(c: Contract, s: Knobs) -> Block:
+    """Threads, and the shared memory that the kernel's allocations add up to."""
+    tokens = block_facts(c)["tokens"]
+    N = 4 if tokens <= 4 else 8 * (-(-tokens // 8))
+    kda, update = c.op == "kda_decode", c.mode == "update"
+    terms = 3 if kda else TERMS[c.input_dtype]
+    rows = 2 * N * terms
+    rows += rows % 16 > 0
+    # operands, Gram matrices, factors
+    shared = 2 * (c.K + 8) * rows + 4 * (2 * N * N + 4 * N)
+    if kda:
+        shared += 2 * (c.K + 8) * 2 * N if update else 0
+        shared += 4 * c.K + 2 * tokens * c.K * ITEMSIZE[c.input_dtype] + 4 * tokens * c.K
+    else:
+        shared += 4 * (N + 4) + 8 * N
+    # a line of each row of V
+    lines = s.warps * s.rows
+    shared += 4 * lines * (2 * N + 4)
+    if update:
+        shared += 2 * lines * (2 * N if tokens <= 4 else 2 * N + 8)
+    return Block(s.threads, shared)
+
+
+def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
+    """The settings worth trying, simplest first."""
+    wide = ITEMSIZE[c.state_dtype] > 2
+    most = 16 if wide else 32
+    tried = [Knobs(most, w, registers=r) for r in (0, 128) for w in (4, 2)]
+    tried += [Knobs(16, w, registers=r) for r in (0, 96) for w in (4, 2)]
+    tried += [Knobs(16, 8, 256, registers=r) for r in (0, 96, 80)]
+    tried += [Knobs(16, w, 256) for w in (4, 2)]
+    if c.mode == "frozen":
+        tried += [Knobs(most, 2, passes=2, registers=r) for r in (0, 128)]
+        tried += [Knobs(16, 4, passes=2, registers=r) for r in (0, 96)]
+    return tuple(s for s in dict.fromkeys(tried) if not refuse(c, s))
+
+
+def default(c: Contract, work_units: int, device: Device) -> Knobs:
+    """A rule for where no table speaks: few rows a block while the heads are few."""
+    few = work_units < 2 * device.sm_count
+    settings = [Knobs(rows, w) for rows in (32, 16) for w in (4, 2, 1)]
+    legal = [s for s in settings if not refuse(c, s)]
+    if not legal:
+        raise UnsupportedProblem(
+            f"no setting of wy_block serves {c.key()}: {refuse(c, Knobs(16, 1))}"
+        )
+    wanted = 64 if few else 128
+    return min(legal, key=lambda s: (abs(s.rows * s.warps - wanted), -s.rows))
+
+
+KERNEL = Kernel(
+    name="wy_block",
+    device="cuda",
+    role="decode",
+    knobs=Knobs,
+    space=space,
+    refuse=refuse,
+    default=default,
+    facts=block_facts,
+    compiler="gdntune.kernels.wy_block:compile",
+    sources=("gdntune.kernels.wy_block",),
+    block=block,
+)

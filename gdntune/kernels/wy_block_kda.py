@@ -1,0 +1,285 @@
+"""What a block of `wy_block` computes once of q, k and the gates, where each key has a decay (KDA).
+
+With D_t the product of a key's decays up to token t and D_(t, i) that of tokens i+1..t:
+
+    D_t k_t, D_t q_t           operands of the projection, in three bf16 terms
+    D_(T, i) k_i               what u_i meets in the final state, in two
+    (k_i D_(t, i)).k_t, .q_t   pairwise in fp32
+
+Each is a product of numbers at most 1, never a quotient, so that nothing overflows at any gate.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, const_expr
+
+from gdntune.kernels import fragments as fr
+from gdntune.kernels import gates
+from gdntune.kernels.wy_operands import Operands, Shape, clear_last_row
+
+F32, BF = Float32, BFloat16
+
+
+class KeyStage:
+    """A thread has two neighbouring keys and some tokens; the others of these keys' tokens are in its warp."""
+
+    def __init__(self, decode, shape: Shape, update: bool):
+        self.d, self.s, self.update = decode, shape, update
+        # threads that share the tokens of two keys
+        self.groups = min(2 * shape.threads // shape.K, shape.tokens)
+        self.pairs = 32 // self.groups
+        self.each = shape.tokens // self.groups
+        # with more threads than that, the others have nothing to do here
+        self.busy = shape.K // 2 * self.groups
+
+    def place(self, th):
+        """A thread's pair of keys and its first token."""
+        return th.warp * self.pairs + th.lane % self.pairs, th.lane // self.pairs * self.each
+
+    @cute.jit
+    def load(self, k, q, g, span, hq, hv, th):
+        """Issues the loads of k, q and g."""
+        p, first = self.place(th)
+        p = cutlass.min(p, self.s.K // 2 - 1)
+        rk = cute.make_rmem_tensor((2 * self.each,), k.element_type)
+        rq = cute.make_rmem_tensor((2 * self.each,), q.element_type)
+        rg = cute.make_rmem_tensor((2 * self.each,), g.element_type)
+        if const_expr(span.ragged):
+            rk.fill(0)
+            rq.fill(0)
+            rg.fill(0)
+        for i in cutlass.range_constexpr(self.each):
+            if span.has(first + i):
+                t = span.token(first + i)
+                cute.autovec_copy(
+                    cute.local_tile(g[span.row, t, hv, None], (2,), (p,)), fr.pair(rg, 2 * i)
+                )
+                cute.autovec_copy(
+                    cute.local_tile(k[span.row, t, hq, None], (2,), (p,)), fr.pair(rk, 2 * i)
+                )
+                cute.autovec_copy(
+                    cute.local_tile(q[span.row, t, hq, None], (2,), (p,)), fr.pair(rq, 2 * i)
+                )
+        return rk, rq, rg
+
+    def bias(self, dt_bias, head, th):
+        """Issues the load of a thread's two biases; None where the gate has none."""
+        if dt_bias is None:
+            return None
+        p, _ = self.place(th)
+        x = cute.make_rmem_tensor((2,), dt_bias.element_type)
+        cute.autovec_copy(
+            cute.local_tile(dt_bias[head, None], (2,), (cutlass.min(p, self.s.K // 2 - 1),)), x
+        )
+        return x
+
+    @cute.jit
+    def fill(
+        self, loaded, A: Float32, bias, o: Operands, span, th, softplus_beta, threshold, lower_bound
+    ):
+        """Everything of a key but the sums over keys, to shared memory."""
+        clear_last_row(self.s, o, th.tid)
+        if const_expr(self.busy == self.s.threads):
+            self.fill_keys(loaded, A, bias, o, span, th, softplus_beta, threshold, lower_bound)
+        else:
+            if th.tid < self.busy:
+                self.fill_keys(loaded, A, bias, o, span, th, softplus_beta, threshold, lower_bound)
+
+    def fill_keys(
+        self, loaded, A, bias, o: Operands, span, th, softplus_beta, threshold, lower_bound
+    ):
+        rk, rq, rg = loaded
+        p, first = self.place(th)
+        decays = self.decays(rg, A, bias, span, first, softplus_beta, threshold, lower_bound)
+        k, q = fr.wide(rk, 2 * self.each), fr.wide(rq, 2 * self.each)
+        for i in range(self.each):
+            t = first + i
+            cute.autovec_copy(
+                fr.pair(decays, 2 * i), cute.local_tile(o.decays[t, None], (2,), (p,))
+            )
+            cute.autovec_copy(fr.pair(rk, 2 * i), cute.local_tile(o.raw[0, t, None], (2,), (p,)))
+            cute.autovec_copy(fr.pair(rq, 2 * i), cute.local_tile(o.raw[1, t, None], (2,), (p,)))
+        before, after = self.around(decays, th)
+        self.fill_projection(k, q, decays, before, first, p, o)
+        if self.update:
+            self.fill_final(k, decays, after, first, p, o, th)
+
+    def decays(self, rg, A, bias, span, first, softplus_beta, threshold, lower_bound):
+        """The thread's decays, 1 where a token is missing."""
+        x = fr.registers(2 * self.each)
+        g = fr.wide(rg, 2 * self.each)
+        b = None if bias is None else bias.load().to(F32)
+        for i in range(self.each):
+            for e in range(2):
+                d = gates.decay(
+                    self.d.gate,
+                    g[2 * i + e],
+                    A,
+                    F32(0.0) if b is None else b[e],
+                    softplus_beta,
+                    threshold,
+                    lower_bound,
+                )
+                x[2 * i + e] = cutlass.select_(first + i < span.length, d, F32(1.0))
+        return x
+
+    def around(self, decays, th):
+        """Of both keys the product of the decays of the tokens before the thread's own, and of those after."""
+        before, after = fr.registers(2, F32, 1.0), fr.registers(2, F32, 1.0)
+        mine = th.lane // self.pairs
+        for e in range(2):
+            total = decays[e]
+            for i in range(1, self.each):
+                total = total * decays[2 * i + e]
+            for group in range(self.groups if self.groups > 1 else 0):
+                x = fr.at_lane(total, group * self.pairs + th.lane % self.pairs)
+                before[e] = before[e] * cutlass.select_(mine > group, x, F32(1.0))
+                after[e] = after[e] * cutlass.select_(mine < group, x, F32(1.0))
+        return before, after
+
+    def fill_projection(self, k, q, decays, before, first, p, o: Operands):
+        s = self.s
+        word = s.word(p)
+        for i in range(self.each):
+            for e in range(2):
+                before[e] = before[e] * decays[2 * i + e]
+            for which, x in ((0, k), (1, q)):
+                both = fr.registers(2)
+                both.store(before.load() * fr.pair(x, 2 * i).load())
+                for term in range(s.terms):
+                    row = o.x[s.row(term, which, first + i), None]
+                    cute.autovec_copy(fr.split(both), cute.local_tile(row, (2,), (word,)))
+
+    @cute.jit
+    def fill_final(self, k, decays, after, first, p, o: Operands, th):
+        s = self.s
+        word = s.word(p)
+        for back in cutlass.range_constexpr(self.each):
+            i = const_expr(self.each - 1 - back)
+            both = fr.registers(2)
+            both.store(after.load() * fr.pair(k, 2 * i).load())
+            for term in cutlass.range_constexpr(s.key_terms):
+                row = o.keys[term * s.N + first + i, None]
+                cute.autovec_copy(fr.split(both), cute.local_tile(row, (2,), (word,)))
+            after.store(after.load() * fr.pair(decays, 2 * i).load())
+        if first == 0:
+            cute.autovec_copy(after, cute.local_tile(o.decay, (2,), (p,)))
+
+    @cute.jit
+    def combine(
+        self, o: Operands, th, decay: Float32, beta: Float32, scale: Float32, use_qk_l2norm: Int32
+    ):
+        """The sums over keys, and what the solution of a row needs; lane t has token t's beta."""
+        T, warps = const_expr(self.s.tokens), const_expr(self.s.warps)
+        columns = const_expr(T // 2)
+        # warps beyond the columns have the norms, else each warp has some of both
+        spare = const_expr(warps - columns if warps > columns else warps)
+        shared = const_expr(1 << (min(spare, T).bit_length() - 1))
+        first = const_expr(warps - shared)
+        if const_expr(warps > columns):
+            if th.warp < columns:
+                self.columns(th.warp, o, th.lane)
+        else:
+            for p in cutlass.range(th.warp, columns, warps, unroll=1):
+                self.columns(p, o, th.lane)
+        if const_expr(first == 0):
+            self.norms(th.warp * (T // shared), T // shared, o, th.lane, beta, scale, use_qk_l2norm)
+        else:
+            if th.warp >= first:
+                self.norms(
+                    (th.warp - first) * (T // shared),
+                    T // shared,
+                    o,
+                    th.lane,
+                    beta,
+                    scale,
+                    use_qk_l2norm,
+                )
+
+    def keys_of(self, source, lane):
+        """A lane's share of K values of shared memory, as fp32."""
+        n = self.s.K // 32
+        x = cute.make_rmem_tensor((n,), source.element_type)
+        cute.autovec_copy(cute.local_tile(source, (n,), (lane,)), x)
+        return x if source.element_type is F32 else fr.wide(x, n)
+
+    @cute.jit
+    def columns(self, p: Int32, o: Operands, lane):
+        """A warp: columns p and T - 1 - p of both Gram matrices, 2 T sums over K.
+
+        In T + 1 steps: column p from its diagonal down, then the other from its own. Step s gives an element of either matrix,
+        but where a column starts of q's alone: there the first diagonal's has its place.
+        """
+        T, n = const_expr(self.s.tokens), const_expr(self.s.K // 32)
+        sums = cute.make_rmem_tensor((2 * T,), F32)
+        sums.fill(0.0)
+        x = self.keys_of(o.raw[0, p, None], lane)
+        y = self.keys_of(o.raw[1, p, None], lane)
+        first = F32(0.0)
+        for z in cutlass.range_constexpr(n):
+            first = first + x[z] * y[z]
+        for s in cutlass.range_constexpr(1, T + 1):
+            starts = p == T - s
+            t = cutlass.select_(p < T - s, p + s, Int32(s - 1))
+            d = self.keys_of(o.decays[t, None], lane)
+            k = self.keys_of(o.raw[0, t, None], lane)
+            q = self.keys_of(o.raw[1, t, None], lane)
+            total = F32(0.0)
+            for z in cutlass.range_constexpr(n):
+                x[z] = x[z] * d[z]
+                total = total + x[z] * k[z]
+                x[z] = cutlass.select_(starts, k[z], x[z])
+                sums[s - 1] = sums[s - 1] + x[z] * q[z]
+            sums[T + s - 1] = cutlass.select_(starts, first, total)
+        fr.sum_over_lanes(sums, 2 * T, lane)
+        self.write_columns(p, sums[0], o, lane)
+
+    @cute.jit
+    def write_columns(self, p: Int32, total: Float32, o: Operands, lane):
+        T = const_expr(self.s.tokens)
+        each = const_expr(32 // (2 * T))
+        at = lane // each
+        is_q = at < T
+        s = cutlass.select_(is_q, at, at - T) + 1
+        if s == T - p and not is_q:
+            # the first diagonal
+            is_q = s > 0
+            s = Int32(0)
+        down = s < T - p
+        t = cutlass.select_(down, p + s, s - 1)
+        i = cutlass.select_(down, p, T - 1 - p)
+        if lane % each == 0:
+            o.gram[cutlass.select_(is_q, Int32(1), Int32(0)), t, i] = total
+
+    @cute.jit
+    def norms(
+        self,
+        first: Int32,
+        count: cutlass.Constexpr,
+        o: Operands,
+        lane,
+        beta: Float32,
+        scale,
+        use_qk_l2norm,
+    ):
+        """A warp: norms of tokens first to first + count - 1, a power of two."""
+        sums = cute.make_rmem_tensor((2 * count,), F32)
+        sums.fill(0.0)
+        for t in cutlass.range_constexpr(count):
+            for which in cutlass.range_constexpr(2):
+                y = self.keys_of(o.raw[which, first + t, None], lane)
+                for z in cutlass.range_constexpr(self.s.K // 32):
+                    sums[which * count + t] = sums[which * count + t] + y[z] * y[z]
+        fr.sum_over_lanes(sums, 2 * count, lane)
+        # lanes of the upper half have q's
+        iq, ik = self.d.norms(fr.bfly(sums[0], 16), sums[0], scale, use_qk_l2norm)
+        each = const_expr(16 // count)
+        t = first + lane % 16 // each
+        b = fr.at_lane(beta, t)
+        if lane % each == 0 and lane < 16:
+            values = cute.make_rmem_tensor((4,), F32)
+            values[0] = b * ik
+            values[1] = b * ik * ik
+            values[2] = iq
+            values[3] = F32(1.0)
+            cute.autovec_copy(values, o.factors[t, None])

@@ -1,0 +1,103 @@
+"""The kernel whose block works together, without a GPU: what it refuses, that it compiles without
+spills, and that it addresses 64 bits wide.
+"""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+from ptx import compile_ptx, narrow_products, wide_products
+
+from gdntune import kernels
+from gdntune.device import arch
+from gdntune.kernels import wy_block_config
+from gdntune.kernels.wy_block_config import KERNEL, Knobs
+from gdntune.objects.build import SPILL_LIMIT_BYTES, compile_objects
+from gdntune.objects.store import Store, object_spec
+from gdntune.problem import Contract
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl has wheels for Linux alone")
+
+KDA = Contract(op="kda_decode", gate="softplus", tokens=8)
+# of each kind of contract a setting that is tried
+CASES = {
+    "GDN": (Contract(tokens=8), Knobs(32, 4, registers=128)),
+    "GDN, T=3, frozen": (Contract(tokens=3, mode="frozen"), Knobs(32, 4)),
+    "GDN, T=16, ragged": (Contract(tokens=16, ragged=True), Knobs(16, 4)),
+    "KDA": (KDA, Knobs(32, 4)),
+    "KDA, fp32 state": (KDA.replace(state_dtype="fp32"), Knobs(16, 8, threads=256)),
+    "KDA, T=4, fp16, v_last, K=64": (
+        KDA.replace(tokens=4, layout="v_last", input_dtype="fp16", state_dtype="fp16", K=64, V=64),
+        Knobs(16, 4, threads=256),
+    ),
+    "GDN, K=256, dense": (Contract(tokens=8, K=256, V=32, pool=False), Knobs(16, 2)),
+}
+# products of 64 bits: the state's slot, and where it is written another
+PTX_CASES = {"GDN": 2, "GDN, T=3, frozen": 1, "KDA": 2}
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_it_compiles_without_spills(target, tmp_path):
+    """Every kind of contract that it serves compiles for Hopper and Blackwell; what ptxas keeps in
+    local memory is below the limit beyond which a sweep drops a variant.
+    """
+    device = arch.target(target)
+    objects = []
+    for contract, knobs in CASES.values():
+        spec = object_spec(KERNEL, contract, KERNEL.variant(knobs), device)
+        objects.append((spec, KERNEL.compiler))
+    for built in compile_objects(objects, Store(tmp_path)):
+        assert built.ok, built.reason
+        assert built.manifest.registers > 0
+        assert built.manifest.spill_bytes <= SPILL_LIMIT_BYTES
+
+
+def test_offsets_are_64_bit():
+    """Fault: slot 2048 of a pool with HV=64 wrapped a 32-bit offset into another slot."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        for name, products in PTX_CASES.items():
+            contract, knobs = CASES[name]
+            facts, values = dict(KERNEL.facts(contract)), KERNEL.variant(knobs).knobs
+            text = pool.submit(compile_ptx, KERNEL.name, facts, values, "sm_90a").result()
+            assert narrow_products(text) == []
+            assert wide_products(text) >= products
+
+
+@pytest.mark.parametrize(
+    ("fields", "knobs", "reason"),
+    [
+        ({"intermediate": "dense"}, {}, "intermediate=dense"),
+        ({"tokens": 1}, {}, "tokens=1"),
+        ({"K": 96}, {}, "K=96"),
+        ({}, {"rows": 8}, "rows=8"),
+        ({}, {"warps": 3}, "warps=3"),
+        ({}, {"warps": 8}, "warps=8 with threads=128"),
+        ({}, {"threads": 64}, "threads=64"),
+        ({}, {"passes": 3}, "passes=3"),
+        ({}, {"passes": 2}, "V=128"),
+        ({}, {"registers": 100}, "registers=100"),
+        ({"state_dtype": "fp32"}, {}, "registers a thread"),
+    ],
+)
+def test_it_refuses_with_a_reason(fields, knobs, reason):
+    """What it does not serve, it says."""
+    contract = Contract(**{"tokens": 8, **fields})
+    setting = Knobs(**{"rows": 32, "warps": 4, **knobs})
+    assert reason in (wy_block_config.refuse(contract, setting) or "")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_spaces_and_defaults_are_legal(name):
+    """Settings that are tried are legal and have ids of their own; so is the default of any size.
+    No table has it yet: the default rule of the device still names the kernels that were measured.
+    """
+    contract, knobs = CASES[name]
+    device = arch.target("sm_90a")
+    found = wy_block_config.space(contract, device)
+    assert len({KERNEL.variant(s).id for s in found}) == len(found) > 0
+    assert all(wy_block_config.refuse(contract, s) is None for s in (*found, knobs))
+    for exponent in range(0, 16, 3):
+        default = wy_block_config.default(contract, 1 << exponent, device)
+        assert wy_block_config.refuse(contract, default) is None
+        assert kernels.default(contract, 1 << exponent, device).kernel != KERNEL.name
