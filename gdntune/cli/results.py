@@ -267,6 +267,7 @@ def replay(
     """Derive the table anew from a journal, without a device; with the sweep's settings it is the
     sweep's table, byte for byte.
     """
+    from gdntune.report.judgements import replay_words
     from gdntune.results import judge, table
 
     table.refuse_tables([run])
@@ -276,7 +277,7 @@ def replay(
     if as_json:
         print_json(found.table)
         return
-    typer.echo(judge.replay_words(found))
+    typer.echo(replay_words(found))
     for note in found.notes:
         typer.echo(note)
     if out is not None:
@@ -335,6 +336,7 @@ def judge_(
     The exit code is 1 where a limit is given and the regret is above it, or a cell could not be
     judged.
     """
+    from gdntune.report import judgements
     from gdntune.results import halving, journal, judge, table
 
     if hold_out is not None and share is not None:
@@ -348,7 +350,7 @@ def judge_(
     run, records = journal.read(paths[-1])
     if share is not None:
         cost = halving.cost(records, run, share)
-        found, document = cost.table, halving.cost_document(cost, str(paths[-1]))
+        found, document = cost.table, judgements.cost_document(cost, str(paths[-1]))
         whole: Any = cost
     else:
         if hold_out:
@@ -357,7 +359,7 @@ def judge_(
             found = judge.held_out(records, run)
         else:
             found = judge.judge(table.load(paths[0]), records, run, about=str(paths[0]))
-        document = judge.judgement_document(found, str(paths[-1]))
+        document = judgements.judgement_document(found, str(paths[-1]))
         whole = found
     if as_json:
         print_json(whole)
@@ -396,6 +398,7 @@ def compare_(
     """Say of each cell of two journals whether B is FASTER, SLOWER, the SAME or UNCLEAR; the exit
     code is 1 where one is SLOWER.
     """
+    from gdntune.report.comparisons import comparison_document
     from gdntune.results import compare
     from gdntune.results.table import refuse_tables
 
@@ -404,7 +407,7 @@ def compare_(
     if as_json:
         print_json(found)
     else:
-        print_page(compare.comparison_document(found, f"{a}, {b}"), details=details)
+        print_page(comparison_document(found, f"{a}, {b}"), details=details)
     if found.counts["SLOWER"]:
         raise typer.Exit(FINDINGS)
 
@@ -419,13 +422,14 @@ def table_diff(
     """Show the work units at which two tables choose otherwise; the exit code is 1 where there are
     any.
     """
+    from gdntune.report.comparisons import diff_document
     from gdntune.results import merge, table
 
     found = merge.diff(table.load(a), table.load(b))
     if as_json:
         print_json(found)
     else:
-        print_page(merge.diff_document(found, f"{a}, {b}"))
+        print_page(diff_document(found, f"{a}, {b}"))
     if found.choices:
         raise typer.Exit(FINDINGS)
 

@@ -13,11 +13,11 @@ from gdntune.report.panels import Panel, Picture
 from gdntune.report.words import MISSING
 from gdntune.results.baseline import Baseline
 from gdntune.results.published import Published, PublishedCell
+from gdntune.results.samples import LoadedRun
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from gdntune.report.report import Source
 
 # Columns of T in one table: each has theirs and ours.
 TOKENS_A_TABLE = 4
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 
 
 def sections(
-    sources: "Sequence[Source]",
+    sources: Sequence[LoadedRun],
     frame: "pd.DataFrame",
     publication: Published,
     baseline: Baseline | None = None,
@@ -53,12 +53,12 @@ def sections(
         yield Section(title, blocks, subject=subject(source, publication))
 
 
-def subject(source: "Source", publication: Published) -> tuple[str, str]:
+def subject(source: LoadedRun, publication: Published) -> tuple[str, str]:
     """What a section is about, by which its panel is found."""
     return source.name, publication.name
 
 
-def panel(source: "Source", frame: "pd.DataFrame", publication: Published) -> Panel:
+def panel(source: LoadedRun, frame: "pd.DataFrame", publication: Published) -> Panel:
     """Shares over work units, theirs and ours, a picture a T."""
     mine = frame[(frame["run"] == source.name) & frame["chosen"] & frame["sol"].notna()]
     theirs_label, ours_label = _labels(source, publication)
@@ -90,7 +90,7 @@ def _columns(points: "list[tuple[float, Any]]") -> tuple[tuple[float, ...], tupl
     return tuple(x for x, _ in points), tuple(y for _, y in points)
 
 
-def _labels(source: "Source", publication: Published) -> tuple[str, str]:
+def _labels(source: LoadedRun, publication: Published) -> tuple[str, str]:
     return (
         f"{publication.gpu}, {publication.l2}",
         f"{source.run.device.name}, {source.run.policy.get('l2', MISSING)}",
@@ -130,7 +130,7 @@ def _has_ours(pairs: list[Pair]) -> bool:
     return any(p.ours is not None for p in pairs)
 
 
-def _blocks(source: "Source", mine: "pd.DataFrame", publication: Published) -> Iterator[Block]:
+def _blocks(source: LoadedRun, mine: "pd.DataFrame", publication: Published) -> Iterator[Block]:
     theirs, ours = _labels(source, publication)
     peak = source.peak_gb_s
     policy = source.run.policy.get("l2")
@@ -162,7 +162,7 @@ def _blocks(source: "Source", mine: "pd.DataFrame", publication: Published) -> I
 
 
 def _in_their_form(
-    source: "Source", rows: "pd.DataFrame", publication: Published, baseline: Baseline | None
+    source: LoadedRun, rows: "pd.DataFrame", publication: Published, baseline: Baseline | None
 ) -> Iterator[Block]:
     """Our times, shares and speed-ups in tables laid out as theirs: a row a batch, a column a T; of
     their contracts alone.

@@ -33,11 +33,11 @@ from gdntune.report.words import (
 )
 from gdntune.results.baseline import Baseline
 from gdntune.results.journal import Build, Cell, Check, Record, Trial, latest, made_by
+from gdntune.results.samples import LoadedRun
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from gdntune.report.report import Source
 
 # From so many sections of contracts on they are numbered, a table leads to them, and the terminal
 # shows that alone after a sweep.
@@ -76,7 +76,7 @@ TIMERS = {
 
 
 def document(
-    sources: "Sequence[Source]",
+    sources: Sequence[LoadedRun],
     frame: "pd.DataFrame",
     letters: "Letters",
     more: Sequence[Section] = (),
@@ -133,7 +133,7 @@ def document(
 
 
 def _summary(
-    sources: "Sequence[Source]",
+    sources: Sequence[LoadedRun],
     frame: "pd.DataFrame",
     chosen: "pd.DataFrame",
     baseline: Baseline | None,
@@ -168,7 +168,7 @@ def _summary(
         yield Bullets(tuple(lines))
 
 
-def _choice_words(source: "Source") -> str:
+def _choice_words(source: LoadedRun) -> str:
     """What a cell has: of a sweep the variant that it chose, of a bench a time of what the runtime
     called, and whose word that was.
     """
@@ -183,7 +183,7 @@ def _choice_words(source: "Source") -> str:
     )
 
 
-def _unfinished_lines(source: "Source") -> Iterator[str]:
+def _unfinished_lines(source: LoadedRun) -> Iterator[str]:
     if source.left and isinstance(source.run.cells, int):
         yield (
             f"The {made_by(source.run)} was not finished: {source.run.cells - source.left} of"
@@ -234,7 +234,7 @@ def _baseline_lines(mine: "pd.DataFrame", baseline: Baseline | None) -> Iterator
     )
 
 
-def _choice_led(source: "Source") -> Iterator[bool]:
+def _choice_led(source: LoadedRun) -> Iterator[bool]:
     """For each held-out cell, whether the table's choice has final samples there."""
     finals = {
         (r.problem, r.variant.id)
@@ -250,7 +250,7 @@ def _choice_led(source: "Source") -> Iterator[bool]:
             yield (problem, rule.at(problem.work_units).variant) in finals
 
 
-def _held_out_lines(source: "Source") -> Iterator[str]:
+def _held_out_lines(source: LoadedRun) -> Iterator[str]:
     """What the table loses between the cells that it was made from."""
     e = source.table.evidence if source.table else None
     if e is not None and e.held_out_cells and e.held_out_regret_max is not None:
@@ -270,7 +270,7 @@ def _held_out_lines(source: "Source") -> Iterator[str]:
             )
 
 
-def _work_line(source: "Source") -> str:
+def _work_line(source: LoadedRun) -> str:
     parts = []
     for kind, what in (
         (Build, "objects compiled"),
@@ -285,7 +285,7 @@ def _work_line(source: "Source") -> str:
     return f"{'; '.join(parts)}. Timing took {seconds:.0f} s."
 
 
-def _failures(sources: "Sequence[Source]") -> list[Section]:
+def _failures(sources: Sequence[LoadedRun]) -> list[Section]:
     counts: Counter[tuple[str, str]] = Counter()
     example: dict[tuple[str, str], tuple[str, str]] = {}
     for source in sources:
@@ -320,7 +320,7 @@ def _subject(record: Record) -> str:
 
 
 def _contents(
-    subjects: "Sequence[tuple[Source, Contract]]", chosen: "pd.DataFrame"
+    subjects: Sequence[tuple[LoadedRun, Contract]], chosen: "pd.DataFrame"
 ) -> Iterator[Block]:
     """A row a section of a contract, by its number: how many cells, how near to the floor."""
     rows, shades = [], []
@@ -433,7 +433,7 @@ def _share(cell: Any) -> str:
 
 
 def _differences(
-    sources: "Sequence[Source]", chosen: "pd.DataFrame", letters: "Letters"
+    sources: Sequence[LoadedRun], chosen: "pd.DataFrame", letters: "Letters"
 ) -> list[Section]:
     """Where two runs on one device, under different policies, choose differently."""
     sections = []
@@ -474,7 +474,7 @@ def _differences(
 # -- what a reader needs to judge and to repeat
 
 
-def _reading(sources: "Sequence[Source]", chosen: "pd.DataFrame") -> Iterator[Block]:
+def _reading(sources: Sequence[LoadedRun], chosen: "pd.DataFrame") -> Iterator[Block]:
     timers, policies = (
         dict.fromkeys(s.run.policy.get(key, "") for s in sources) for key in ("timer", "l2")
     )
@@ -510,7 +510,7 @@ def _reading(sources: "Sequence[Source]", chosen: "pd.DataFrame") -> Iterator[Bl
     yield Bullets(tuple(lines))
 
 
-def _environment(source: "Source") -> Iterator[Block]:
+def _environment(source: LoadedRun) -> Iterator[Block]:
     run, device = source.run, source.run.device
     peak = (
         f"{source.peak_gb_s:.0f} GB/s ({device.peak_source if device.peak_gb_s else 'measured'})"
@@ -539,7 +539,7 @@ def _environment(source: "Source") -> Iterator[Block]:
         yield Text(f"The peaks disagree: {oddity}.")
 
 
-def _reproduce(sources: "Sequence[Source]") -> Iterator[Block]:
+def _reproduce(sources: Sequence[LoadedRun]) -> Iterator[Block]:
     commands = list(
         dict.fromkeys(
             s.run.command or f"gdntune sweep configs/{s.run.config}.yaml" for s in sources
@@ -556,7 +556,7 @@ def _reproduce(sources: "Sequence[Source]") -> Iterator[Block]:
     yield Code("\n".join([*commands, f"gdntune report {folders}{regret} --format md"]))
 
 
-def _folder(source: "Source") -> str:
+def _folder(source: LoadedRun) -> str:
     """Where a run was written, as its command says it: --out, else the command's default."""
     named = re.search(r"""--out[ =]((?:'[^']*'|"[^"]*"|[^\s'"])+)""", source.run.command)
     if named:
@@ -583,7 +583,7 @@ class Letters(dict[str, str]):
         return letters
 
 
-def bases(source: "Source") -> list[Contract]:
+def bases(source: LoadedRun) -> list[Contract]:
     """A sweep's contracts without T, a section each: usual sizes and few unusual fields first.
 
     Those of which a cell was tried, or a check failed: of what only passed its check there is
@@ -614,7 +614,7 @@ def _cell_of(row: Any) -> tuple[Any, ...]:
     return tuple(row[name] for name in (*Contract.__struct_fields__, "B", "H", "HV"))
 
 
-def _clock_lines(source: "Source") -> Iterator[str]:
+def _clock_lines(source: LoadedRun) -> Iterator[str]:
     """What a clock that was not the device's own says of the cells that were timed meanwhile."""
     looks = [
         [msgspec.convert(clocks, arch.Clocks) for clocks in (r.clocks_before, r.clocks_after)]

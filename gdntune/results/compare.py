@@ -19,7 +19,6 @@ from gdntune.results.derive import Final, Timed, by_work_units, derive, timed_ce
 from gdntune.errors import JournalError, UnknownName, UnsupportedProblem, listed
 from gdntune.results.journal import Run
 from gdntune.problem import Contract
-from gdntune.report.document import Bullets, Document, Grid, Section, Text
 from gdntune.timing import CUPTI_STEP_US, TIE_SHARE
 
 Verdict = Literal["FASTER", "SLOWER", "SAME", "UNCLEAR"]
@@ -251,59 +250,3 @@ def _notes(a: Run, b: Run) -> list[str]:
             )
         )
     return notes
-
-
-def comparison_document(found: Comparison, title: str) -> Document:
-    """A comparison: the counts, the cells that are not SAME, and as detail the others."""
-    counts = ", ".join(f"{n} {name}" for name, n in found.counts.items())
-    notes = [
-        f"{len(found.cells)} cells: {counts}",
-        (
-            f"{CONFIDENCE:.0%} bootstrap intervals of B's mean over A's; SAME: within the larger of"
-            f" {TIE_SHARE:.0%} and {1e3 * CUPTI_STEP_US:.0f} ns; FASTER, SLOWER: all of the"
-            " interval beyond that; UNCLEAR: neither"
-        ),
-        *found.notes,
-    ]
-    if found.only_a or found.only_b:
-        notes.append(f"cells of A alone: {found.only_a}, of B alone: {found.only_b}")
-    sections = [Section("Summary", (Text("B against A"), Bullets(tuple(notes))))]
-    same = [c for c in found.cells if c.verdict == "SAME"]
-    differing = [c for c in found.cells if c.verdict != "SAME"]
-    if differing:
-        sections.append(Section("Cells that are not SAME", (_grid(differing),)))
-    if same:
-        sections.append(Section("Cells that are SAME", (_grid(same),), detail=True))
-    return Document(title, tuple(sections))
-
-
-def _grid(cells: Sequence[Compared]) -> Grid:
-    def plain(value: float | None, digits: int) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
-    rows = tuple(
-        (
-            c.contract,
-            c.reason or (c.b if c.a == c.b else f"{c.a} -> {c.b}"),
-            c.verdict,
-            str(c.work_units),
-            plain(c.a_us, 2),
-            plain(c.b_us, 2),
-            plain(c.ratio, 3),
-            plain(c.low, 3),
-            plain(c.high, 3),
-        )
-        for c in cells
-    )
-    headers = (
-        "contract",
-        "variant",
-        "verdict",
-        "work units",
-        "A us",
-        "B us",
-        "ratio",
-        "low",
-        "high",
-    )
-    return Grid("", headers, rows, left=3)

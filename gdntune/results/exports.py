@@ -19,7 +19,7 @@ from gdntune.results import derive
 from gdntune import kernels
 from gdntune.results.journal import Build, Check, Trial
 from gdntune.problem import Contract, Problem
-from gdntune.report.report import Source, tried
+from gdntune.results.samples import LoadedRun, Row, tried
 
 PEER = "peer:"
 
@@ -35,7 +35,7 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
 
 
-def _placed(sources: Sequence[Source], source: Source) -> str:
+def _placed(sources: Sequence[LoadedRun], source: LoadedRun) -> str:
     """A folder for each run where there are several."""
     return f"{source.name}/" if len(sources) > 1 else ""
 
@@ -68,7 +68,7 @@ _MEASURED = (
 )
 
 
-def kernel_tuner(sources: Sequence[Source]) -> Export:
+def kernel_tuner(sources: Sequence[LoadedRun]) -> Export:
     """T4 files: results of each cell, a search space each, and metadata of the run.
 
     A configuration is a kernel's name and its knobs; floors and peers are none. Times are in
@@ -118,35 +118,33 @@ def kernel_tuner(sources: Sequence[Source]) -> Export:
 
 
 def _result(
-    source: Source, trial: Trial, row: Mapping[str, Any], check_seconds: float | None
+    source: LoadedRun, trial: Trial, row: Row, check_seconds: float | None
 ) -> dict[str, Any]:
     times: dict[str, Any] = {"runtimes": [round(us / 1e3, 9) for us in trial.samples_us]}
     if check_seconds is not None:
         times["validation"] = round(1e3 * check_seconds, 3)
     # A time that was refused is not the objective's value.
-    measurements = (
-        [_measured("time", round(row["median_us"] / 1e3, 9), "ms")] if row["status"] == "ok" else []
-    )
+    measurements = [_measured("time", row.median_ms, "ms")] if row.status == "ok" else []
     measurements += [
         _measured(name, str(value) if isinstance(value, bool) else value, _UNITS.get(name, ""))
         for name in _MEASURED
-        if (value := row[name]) is not None
+        if (value := getattr(row, name)) is not None
     ]
     measurements += [_measured("variant", trial.variant.id), _measured("stage", trial.stage)]
-    if row["status"] != "ok":
-        measurements.append(_measured("reason", row["reason"]))
+    if row.status != "ok":
+        measurements.append(_measured("reason", row.reason))
     return {
         "timestamp": source.run.started,
         "configuration": {"kernel": trial.variant.kernel, **trial.variant.knobs},
         "times": times,
-        "invalidity": _INVALID[row["status"]],
-        "correctness": int(row["verified"] == "ok"),
+        "invalidity": _INVALID[row.status],
+        "correctness": int(row.verified == "ok"),
         "measurements": measurements,
         "objectives": ["time"],
     }
 
 
-def _never_timed(source: Source, contract: Contract, check: Check) -> dict[str, Any]:
+def _never_timed(source: LoadedRun, contract: Contract, check: Check) -> dict[str, Any]:
     """A variant that failed its check. A journal has its id; its knobs are those of the kernels as
     installed, where they know it.
     """
@@ -170,7 +168,7 @@ def _measured(name: str, value: Any, unit: str = "") -> dict[str, Any]:
     return {"name": name, "value": value, "unit": unit}
 
 
-def _metadata(source: Source) -> dict[str, Any]:
+def _metadata(source: LoadedRun) -> dict[str, Any]:
     run = source.run
     device = {**msgspec.to_builtins(run.device), "peaks_gb_s": run.peaks}
     return {
@@ -314,7 +312,7 @@ def workload(problem: Problem) -> Workload | str:
     return Workload(name, axes, form.free, (*form.inputs, *buffer))
 
 
-def flashinfer_bench(sources: Sequence[Source]) -> Export:
+def flashinfer_bench(sources: Sequence[LoadedRun]) -> Export:
     """Traces by definition, `traces/gdntune/gdn/NAME.jsonl` of a data set, with the slots of pools
     as safetensors below `blob/`.
 
@@ -403,7 +401,7 @@ def _safetensors(name: str, values: Sequence[int]) -> bytes:
 
 
 def _evaluation(
-    source: Source, trial: Trial, row: Mapping[str, Any], error: float | None
+    source: LoadedRun, trial: Trial, row: Row, error: float | None
 ) -> dict[str, Any] | None:
     run = source.run
     # NaN, as text: the form's word for a number that is not there.
@@ -418,23 +416,23 @@ def _evaluation(
         "timestamp": run.started,
         "log": " ".join(_log(source, trial)),
     }
-    if row["status"] != "ok":
-        wrong = row["status"] == "failed" and trial.reason.startswith("check failed")
+    if row.status != "ok":
+        wrong = row.status == "failed" and trial.reason.startswith("check failed")
         said |= {
-            "status": "INCORRECT_NUMERICAL" if wrong else _STATUS[row["status"]],
-            "log": row["reason"],
+            "status": "INCORRECT_NUMERICAL" if wrong else _STATUS[row.status],
+            "log": row.reason,
         }
         return {**said, "correctness": correctness} if wrong else said
-    if row["verified"] != "ok":
+    if row.verified != "ok":
         return None
     return {
         **said,
         "correctness": correctness,
-        "performance": {"latency_ms": round(row["median_us"] / 1e3, 9)},
+        "performance": {"latency_ms": row.median_ms},
     }
 
 
-def _log(source: Source, trial: Trial) -> Iterator[str]:
+def _log(source: LoadedRun, trial: Trial) -> Iterator[str]:
     """What the definition does not say of the call that was timed."""
     c, policy = trial.problem.contract, source.run.policy
     timed = (

@@ -20,10 +20,8 @@ from gdntune.results.judge import (
     judge,
     judged,
     judgement,
-    losses,
 )
 from gdntune.problem import Problem
-from gdntune.report.document import Document, Grid, Section, Text
 
 # Variants that successive halving ends with; they share what is left of the budget.
 LEADERS = 2
@@ -231,24 +229,3 @@ def _with_halved(records: Iterable[Record], halved: Mapping[Problem, Halved]) ->
             if r.variant.id in h.leaders:
                 found.append(msgspec.structs.replace(screened, stage="final"))
     return found
-
-
-def cost_document(found: Cost, source: str) -> Document:
-    """What fewer samples would have chosen, beside what all of them choose."""
-    rows = tuple(
-        (j.about, str(j.table.cells), str(j.table.screened), *losses(j.table))
-        for j in (found.cells, found.all_samples_cells, found.table, found.all_samples_table)
-    )
-    text = (
-        f"Successive halving would have drawn {found.drawn} of {found.samples} decode samples"
-        f" ({found.drawn / found.samples:.1%}). Regret in %, on the second half of the final"
-        " samples, which none of these saw."
-    )
-    b = found.behind
-    against = (
-        f"Its winner's time is that of all samples' winner {100 * b.mean:+.2f}% in the mean of"
-        f" {b.cells} cells, {100 * b.max:+.2f}% at most; it is slower by more than the larger of 1%"
-        f" and 32 ns at {b.beyond_tie}."
-    )
-    grid = Grid("", ("choices", "cells", "by screen", "mean", "max", "beyond tie"), rows)
-    return Document(source, (Section("Summary", (Text(text), grid, Text(against))),))

@@ -3,7 +3,6 @@ from. Needs no device.
 """
 
 import fnmatch
-import math
 import os
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -18,11 +17,7 @@ from gdntune.results.derive import Timed, beyond, by_work_units, derive, marked,
 from gdntune.errors import GdntuneError, UnsupportedProblem
 from gdntune.results.journal import Record, Run, Trial
 from gdntune.problem import Contract, Problem
-from gdntune.report.document import Block, Bullets, Document, Grid, Section, Text
 from gdntune.results.table import TUNING, Table
-
-# Cells that a printed judgement shows, those with the largest regret.
-WORST = 10
 
 Basis = Literal["final", "screen", "none"]
 
@@ -375,126 +370,3 @@ def hold_out_every_second(records: Sequence[Record], run: Run) -> Judgement:
         )
     found.sort(key=lambda c: (c.contract, c.work_units))
     return judgement("tables derived from every second work unit, judged on those between", found)
-
-
-# -- what is printed
-
-
-def replay_words(found: Replayed) -> str:
-    """A replayed table in a line."""
-    e = found.table.evidence
-    return (
-        f"{e.config}, {e.started}: {len(found.table.rules)} rules,"
-        f" {sum(len(r.intervals) for r in found.table.rules)} intervals,"
-        f" {len(found.table.variants)} variants; regret {e.regret_mean:.2%} on average,"
-        f" {e.regret_max:.2%} at most at {e.cells} cells"
-    )
-
-
-def judgement_document(found: Judgement, source: str) -> Document:
-    """A judgement: the totals, a row a contract, the worst cells, and as detail all of them."""
-    contracts: dict[str, list[JudgedCell]] = {}
-    for cell in found.cells:
-        contracts.setdefault(cell.contract, []).append(cell)
-    rows = [(name, *_total_row(cells)) for name, cells in contracts.items()]
-    rows.append(("all", *_total_row(found.cells)))
-    worst = sorted(
-        found.cells, key=lambda c: -(c.table.regret if c.table.regret is not None else math.inf)
-    )
-    blocks: list[Block] = [
-        Text(f"Regret of {found.about}, in % of the best mean at each cell."),
-        Grid("", ("choices", "cells", "mean", "max", "beyond tie"), tuple(_rules(found))),
-        Bullets((*_caveats(found), *found.notes)),
-        Grid(
-            "",
-            (
-                "contract",
-                "cells",
-                "mean",
-                "max",
-                "beyond tie",
-                "default: mean",
-                "max",
-                "beyond tie",
-            ),
-            tuple(rows),
-        ),
-    ]
-    return Document(
-        source,
-        (
-            Section("Summary", tuple(blocks)),
-            Section(f"The {min(WORST, len(worst))} largest", (_cells_grid(worst[:WORST]),)),
-            Section("All cells", (_cells_grid(found.cells),), detail=True),
-        ),
-    )
-
-
-def _rules(found: Judgement) -> Iterator[tuple[str, ...]]:
-    """A row for each rule that chose."""
-    yield ("the table", str(found.table.judged), *losses(found.table))
-    yield ("the default rule", str(found.default.judged), *losses(found.default))
-    if found.flashinfer.cells:
-        yield ("FlashInfer's thresholds", str(found.flashinfer.judged), *losses(found.flashinfer))
-
-
-def _caveats(found: Judgement) -> list[str]:
-    said = ["beyond tie: cells whose regret is above the larger of 1% and 32 ns"]
-    if found.flashinfer.cells:
-        said.append(
-            "FlashInfer's thresholds: of the variants timed here the one nearest to the knobs that"
-            " FlashInfer 0.7.2 would take"
-        )
-    for whose, t in (
-        ("the table's choice", found.table),
-        ("the default rule's", found.default),
-        ("that of FlashInfer's thresholds", found.flashinfer),
-    ):
-        if t.screened:
-            said.append(
-                f"{t.screened} cells where {whose} was no leader are judged by the screen's few"
-                " samples"
-            )
-        if t.judged < t.cells:
-            said.append(f"{t.cells - t.judged} cells where {whose} was not timed are not judged")
-    return said
-
-
-def _total_row(cells: Sequence[JudgedCell]) -> tuple[str, ...]:
-    return (str(len(cells)), *losses(total(cells, "table")), *losses(total(cells, "default")))
-
-
-def losses(t: Total) -> tuple[str, str, str]:
-    """Mean and largest regret in %, and how many are beyond a tie."""
-    return (_percent(t.regret_mean), _percent(t.regret_max), str(t.beyond_tie))
-
-
-def _cells_grid(cells: Sequence[JudgedCell]) -> Grid:
-    rows = tuple(
-        (
-            c.contract,
-            c.table.variant or "-",
-            str(c.work_units),
-            f"{c.best_us:.2f}",
-            _percent(c.table.regret),
-            c.table.basis,
-            _percent(c.default.regret),
-            _percent(c.flashinfer.regret),
-        )
-        for c in cells
-    )
-    headers = (
-        "contract",
-        "choice",
-        "work units",
-        "best us",
-        "regret %",
-        "by",
-        "default %",
-        "FlashInfer's %",
-    )
-    return Grid("", headers, rows, left=2)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.2f}"

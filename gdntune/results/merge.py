@@ -10,7 +10,6 @@ import msgspec
 from gdntune.device.arch import Device
 from gdntune.errors import TableError, listed
 from gdntune.kernels.spec import Variant
-from gdntune.report.document import Block, Bullets, Document, Grid, Section, Text
 from gdntune.results.table import Origin, Rule, Table, TableVariant
 
 
@@ -199,29 +198,3 @@ def _held_out_mean(sources: list[Origin]) -> float | msgspec.UnsetType:
 
 def _sha256(hashes: Iterator[str]) -> str:
     return hashlib.sha256("".join(f"{h}\n" for h in hashes).encode()).hexdigest()
-
-
-def diff_document(found: Differences, title: str) -> Document:
-    """Where two tables choose otherwise, and what else they differ in."""
-    n = len(found.choices)
-    contracts = len({d.contract for d in found.choices})
-    text = (
-        f"{n} spans of work units in {contracts} contracts are served otherwise."
-        if n
-        else "The choices are equal."
-    )
-    blocks: list[Block] = [Text(text)]
-    if found.about:
-        blocks.append(Bullets(found.about))
-    if n:
-        rows = tuple(
-            (
-                d.contract,
-                d.a or "no rule",
-                d.b or "no rule",
-                f"{d.first} on" if d.last is None else f"{d.first} to {d.last}",
-            )
-            for d in found.choices
-        )
-        blocks.append(Grid("", ("contract", "A", "B", "work units"), rows, left=3))
-    return Document(title, (Section("Summary", tuple(blocks)),))

@@ -17,10 +17,11 @@ from gdntune.peers.spec import Peer
 from gdntune.problem import Contract, Problem
 from gdntune.report.document import Document, Grid, Section
 from gdntune.report.markdown import markdown
-from gdntune.report.report import COLUMNS, Report, report
+from gdntune.report.report import Report, report
 from gdntune.report.terminal import print_document, shade
 from gdntune.report.words import geometric_mean, number, ranges
 from gdntune.results import judge
+from gdntune.results.frame import COLUMNS
 from gdntune.results.journal import Build, Cell, Check, Trial
 
 FAILED = (

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from gdntune.cli.app import app
 from gdntune.errors import UnknownName
 from gdntune.kernels.spec import Variant
-from gdntune.report.report import COLUMNS, report
+from gdntune.report.report import report
+from gdntune.results.frame import COLUMNS
 from gdntune.results.journal import Cell, Trial
 
 FAST, SLOW = (Variant("peer:other", f"peer:other.{name}", {"version": "1.2"}) for name in ("fast", "slow"))

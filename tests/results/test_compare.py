@@ -13,6 +13,7 @@ from gdntune.device.arch import target
 from gdntune.errors import JournalError, UnknownName, UnsupportedProblem
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
+from gdntune.report.comparisons import comparison_document
 from gdntune.results import compare
 from gdntune.results.compare import Interval, ratio_of_means, verdict
 from gdntune.results.journal import Cell, Check, Trial
@@ -190,7 +191,7 @@ def test_document(tmp_path):
     a = folder(tmp_path / "a", {8: {"a": samples(100)}, 16: {"a": samples(100)}})
     b = folder(tmp_path / "b", {8: {"a": samples(120)}, 16: {"a": samples(100)}})
     found = compare.compare(a, b)
-    document = compare.comparison_document(found, "a, b")
+    document = comparison_document(found, "a, b")
     assert "2 cells: 0 FASTER, 1 SLOWER, 1 SAME, 0 UNCLEAR" in document.sections[0].blocks[1].items
     assert [[row[3] for row in s.blocks[0].rows] for s in document.sections[1:]] == [["8"], ["16"]]
     assert [s.detail for s in document.sections] == [False, False, True]

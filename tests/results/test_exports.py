@@ -1,4 +1,4 @@
-"""gdntune/exports.py: Kernel Tuner's T4 files and flashinfer-bench's traces, as their readers take
+"""gdntune/results/exports.py: Kernel Tuner's T4 files and flashinfer-bench's traces, as their readers take
 them.
 """
 

@@ -1,4 +1,4 @@
-"""gdntune/judge.py: tables derived anew, and judged on samples that they were not derived from."""
+"""gdntune/results/judge.py: tables derived anew, and judged on samples that they were not derived from."""
 
 import functools
 from pathlib import Path
@@ -14,6 +14,7 @@ from gdntune.device.arch import target
 from gdntune.errors import JournalError, UnsupportedProblem
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
+from gdntune.report import judgements
 from gdntune.results import derive, halving, judge, merge, table
 from gdntune.results.journal import Cell, Check, Journal, Trial, read
 
@@ -210,7 +211,7 @@ def test_only_what_a_table_has_rules_for_is_judged(default_is):
     assert found.notes == (
         f"the table has no rule for 2 of the journal's 3 cells ({kda.key()}): the default rule serves them, and they are not judged here",
     )
-    assert found.notes[0] in judge.judgement_document(found, "a journal").sections[0].blocks[2].items
+    assert found.notes[0] in judgements.judgement_document(found, "a journal").sections[0].blocks[2].items
     with pytest.raises(
         UnsupportedProblem,
         match=r"t\.json has no rule for any of the journal's 2 cells \(kda_decode.*the default rule serves",
@@ -312,7 +313,7 @@ def test_flashinfers_thresholds_are_judged(h100):
     assert found.flashinfer.cells == found.table.cells
     assert all(c.flashinfer.variant.startswith("recurrent.") for c in found.cells)
     assert found.flashinfer.regret_mean > found.table.regret_mean
-    rows = judge.judgement_document(found, "a journal").sections[0].blocks[1].rows
+    rows = judgements.judgement_document(found, "a journal").sections[0].blocks[1].rows
     assert [r[0] for r in rows] == ["the table", "the default rule", "FlashInfer's thresholds"]
 
 
@@ -433,7 +434,7 @@ def test_documents(default_is):
     default_is("z")
     records = [*checks(), *cell(8, screens={"c": 15}, a=10)]
     t = derive.derive([*checks(), *cell(8, c=1)], HEADER)
-    document = judge.judgement_document(judge.judge(t, records, HEADER, about="t.json"), "a journal")
+    document = judgements.judgement_document(judge.judge(t, records, HEADER, about="t.json"), "a journal")
     text = repr(document)
     assert "t.json" in text
     assert "judged by the screen" in text
@@ -445,4 +446,4 @@ def test_documents(default_is):
     rows = document.sections[0].blocks[3].rows
     assert [r[0] for r in rows] == ["gdn_decode.tokens=1", "all"]
     assert rows[0][1:] == ("1", "50.00", "50.00", "1", "-", "-", "0")
-    assert "the table from " in repr(halving.cost_document(halving.cost(records, HEADER), "a journal"))
+    assert "the table from " in repr(judgements.cost_document(halving.cost(records, HEADER), "a journal"))

@@ -12,6 +12,7 @@ from gdntune.device.arch import target
 from gdntune.errors import TableError
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
+from gdntune.report.comparisons import diff_document
 from gdntune.results import merge, table
 from gdntune.results.derive import derive
 from gdntune.results.journal import Cell, Check, Trial
@@ -91,10 +92,10 @@ def test_what_else_differs():
 
 def test_document():
     """The printed form says how much differs and where."""
-    text = repr(merge.diff_document(merge.diff(A, made((ONE, 8, "c"), (TWO, 8, "a"))), "A, B"))
+    text = repr(diff_document(merge.diff(A, made((ONE, 8, "c"), (TWO, 8, "a"))), "A, B"))
     assert "2 spans of work units in 1 contracts" in text
     assert "'17 on'" in text
-    assert "The choices are equal." in repr(merge.diff_document(merge.diff(A, A), "A, A"))
+    assert "The choices are equal." in repr(diff_document(merge.diff(A, A), "A, A"))
 
 
 # -- merge

@@ -1,0 +1,301 @@
+"""Journals with their tables, ready to be reported: which trial of each implementation counts at a
+cell, and what its samples say.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from gdntune import kernels, sol
+from gdntune.errors import GdntuneError, JournalError, MeasurementError
+from gdntune.problem import Contract, Problem
+from gdntune.results import derive, journal
+from gdntune.results.journal import Cell, Check, Record, Run, Trial
+from gdntune.results.table import Rule, Table
+from gdntune.results.table import load as load_table
+from gdntune.timing import summary
+
+NOTHING = "-"
+# Of a failure's reason, which may be a compiler's whole output.
+REASON_CHARACTERS = 500
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedRun:
+    """A journal and its table. name: its config's, numbered where several runs share it. table:
+    None where no cell has a choice.
+
+    defaults: what the default rule chose at a cell when it was timed, where the journal has it.
+    regret: what the choices were asked for with; None for the sweep's own.
+    """
+
+    name: str
+    run: Run
+    records: list[Record]
+    table: Table | None
+    digest: str
+    notes: tuple[str, ...]
+    defaults: dict[Problem, str]
+    regret: float | None = None
+
+    @property
+    def peak_gb_s(self) -> float | None:
+        """The DRAM's peak that shares are of: the device's, else the measured one."""
+        return self.run.device.peak_gb_s or self.run.peaks.get("measured")
+
+    @property
+    def left(self) -> int:
+        """How many of the cells that the config asks for were not tried to the end; 0 where an
+        older journal does not say.
+        """
+        if self.run.cells is msgspec.UNSET:
+            return 0
+        own = {
+            r.problem for r in self.records if isinstance(r, Cell) and r.purpose is msgspec.UNSET
+        }
+        return max(0, self.run.cells - len(own))
+
+    @property
+    def cells(self) -> int:
+        """How many cells were asked for: by the config, as far as the journal says, and those that
+        the sweep added.
+        """
+        closed = {r.problem for r in self.records if isinstance(r, Cell)}
+        seen = {r.problem for r in self.records if isinstance(r, (Cell, Trial))}
+        return max(len(seen), len(closed) + self.left)
+
+    @functools.cached_property
+    def counted(self) -> dict[Problem, list[Trial]]:
+        """The cells in order, each with the one trial that counts of each implementation."""
+        return {p: _that_count(trials) for p, trials in sorted(derive.passes(self.records).items())}
+
+    @functools.cached_property
+    def _rules(self) -> dict[Contract, Rule]:
+        return {rule.when: rule for rule in self.table.rules} if self.table else {}
+
+    def choice(self, problem: Problem) -> str | None:
+        """The variant that the table names for a cell."""
+        rule = self._rules.get(problem.contract)
+        return None if rule is None else rule.at(problem.work_units).variant
+
+    def default(self, problem: Problem) -> str | None:
+        """The variant of the default rule: as the journal has it, else as it is installed; None
+        where there is none for the contract.
+        """
+        noted = self.defaults.get(problem)
+        if noted is not None:
+            return noted
+        try:
+            return kernels.default(problem.contract, problem.work_units, self.run.device).id
+        except (GdntuneError, LookupError, ValueError):
+            return None
+
+
+class Row(msgspec.Struct):
+    """An implementation at a cell, by its last stage. Times in microseconds, None where it has
+    none; over_floor, sol and the speed-ups are ratios.
+    """
+
+    kernel: str
+    variant: str
+    role: str
+    stage: str
+    status: str
+    reason: str
+    verified: str
+    median_us: float | None = None
+    mean_us: float | None = None
+    q1_us: float | None = None
+    q3_us: float | None = None
+    min_us: float | None = None
+    samples: int = 0
+    outliers: int = 0
+    bytes_moved: int = 0
+    bandwidth_gb_s: float | None = None
+    sol: float | None = None
+    floor_us: float | None = None
+    over_floor: float | None = None
+    bound: str = NOTHING
+    chosen: bool = False
+    default_mean_us: float | None = None
+    speedup_over_default: float | None = None
+    chosen_speedup: float | None = None
+
+    @property
+    def median_ms(self) -> float | None:
+        """The median in milliseconds, to the nanosecond's thousandth."""
+        return None if self.median_us is None else round(self.median_us / 1e3, 9)
+
+
+def load(paths: Sequence[str | os.PathLike[str]], regret: float | None = None) -> list[LoadedRun]:
+    """The runs of sweeps' folders (or journals), in the order given.
+
+    regret: the choices are those of `judge.replay` with it, instead of the folder's table or the
+    sweep's own regret. Raises JournalError for one that cannot be read, TableError for a folder's
+    table that is not valid.
+    """
+    read = [(Path(path), *journal.read(path)) for path in paths]
+    names = _names([run for _, run, _ in read])
+    return [_loaded(name, *one, regret) for name, one in zip(names, read, strict=True)]
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """A name for each run: its config's; where several share it, with the L2 policy, and numbered
+    if that is shared too.
+    """
+    configs = [run.config for run in runs]
+    long = [
+        c if configs.count(c) == 1 else f"{c}, {run.policy.get('l2')}"
+        for c, run in zip(configs, runs, strict=True)
+    ]
+    return [
+        n if long.count(n) == 1 else f"{n} ({long[: i + 1].count(n)})" for i, n in enumerate(long)
+    ]
+
+
+def _loaded(
+    name: str, path: Path, run: Run, records: list[Record], regret: float | None
+) -> LoadedRun:
+    digest = journal.digest(run, records)
+    notes: list[str] = []
+    found: Table | None = None
+    stored = (path if path.is_dir() else path.parent) / "table.json"
+    if regret is not None:
+        notes.append(f"The choices are those of `gdntune replay --regret {regret:g}`.")
+    elif stored.exists():
+        # The sweep's own table: older journals do not hold the regret that its config allows.
+        found = load_table(stored)
+        if found.evidence.journal_sha256 != digest:
+            notes.append(
+                "`table.json` is not of this journal as it stands; the choices here were derived"
+                " anew"
+            )
+            found = None
+    if found is None:
+        try:
+            found = derive.derive(records, run, regret=regret)
+        except (JournalError, MeasurementError) as e:
+            notes.append(f"no table could be made: {e}")
+    cells = (r for r in records if isinstance(r, Cell))
+    defaults = {r.problem: r.default_variant for r in cells if isinstance(r.default_variant, str)}
+    return LoadedRun(name, run, records, found, digest, tuple(notes), defaults, regret)
+
+
+def rows(run: LoadedRun) -> Iterator[tuple[Problem, list[tuple[Trial, Row]]]]:
+    """Each cell with the trials that count there and what they say."""
+    verified = _verified(run.records)
+    for problem, trials in run.counted.items():
+        found = [_row(run, t, verified) for t in trials]
+        _relate(run, problem, found)
+        yield problem, list(zip(trials, found, strict=True))
+
+
+def tried(run: LoadedRun) -> Iterator[tuple[Trial, Row]]:
+    """Each trial that counts with its row, cell by cell."""
+    for _, found in rows(run):
+        yield from found
+
+
+def _that_count(trials: Sequence[Trial]) -> list[Trial]:
+    last: dict[tuple[str, str], Trial] = {}
+    for trial in trials:
+        key = trial.role, trial.variant.id
+        last[key] = _later(last.get(key), trial)
+    return list(last.values())
+
+
+def _later(one: Trial | None, other: Trial) -> Trial:
+    """The trial that counts: a failed one, else the final one, else the later one."""
+    if one is None:
+        return other
+    if one.status != "ok" or (
+        one.stage == "final" and other.stage == "screen" and other.status == "ok"
+    ):
+        return one
+    return other
+
+
+def _verified(records: Sequence[Record]) -> dict[tuple[Contract, str], str]:
+    found: dict[tuple[Contract, str], str] = {}
+    for r in records:
+        if isinstance(r, Check) and found.get((r.contract, r.variant), "ok") == "ok":
+            found[r.contract, r.variant] = r.status
+    return found
+
+
+def _row(run: LoadedRun, trial: Trial, verified: Mapping[tuple[Contract, str], str]) -> Row:
+    problem, variant = trial.problem, trial.variant
+    moved = sol.floor_bytes(problem) if trial.role == "floor" else sol.bytes_moved(problem)
+    # What a peer moves beyond what it must, by its adapter's word.
+    moved += int(variant.knobs.get("extra_bytes", 0)) if trial.role == "peer" else 0
+    # A floor computes nothing that could be wrong.
+    unchecked = NOTHING if trial.role == "floor" else "unchecked"
+    row = Row(
+        kernel=variant.kernel,
+        variant=variant.id,
+        role=trial.role,
+        stage=trial.stage,
+        status=trial.status,
+        reason=" ".join(trial.reason.split())[:REASON_CHARACTERS] or NOTHING,
+        verified=verified.get((problem.contract, variant.id), unchecked),
+        samples=len(trial.samples_us),
+        bytes_moved=moved,
+    )
+    if trial.status == "ok" and trial.samples_us:
+        _add_times(run, trial, row)
+    return row
+
+
+def _add_times(run: LoadedRun, trial: Trial, row: Row) -> None:
+    stats = summary(trial.samples_us)
+    row.median_us = us = round(stats.median_us, 3)
+    row.mean_us = round(stats.mean_us, 3)
+    row.q1_us, row.q3_us = round(stats.q1_us, 3), round(stats.q3_us, 3)
+    row.min_us, row.outliers = round(stats.min_us, 3), stats.outliers
+    if not us > 0:
+        row.status, row.reason = "failed", "a median of 0 us is no time"
+        return
+    row.bandwidth_gb_s = round(row.bytes_moved / us / 1e3, 1)
+    if run.peak_gb_s:
+        row.sol = round(sol.sol(row.bytes_moved, us, run.peak_gb_s), 4)
+    if trial.role == "floor":
+        return
+    try:
+        row.bound = sol.classify(
+            trial.problem, us, run.run.device, run.run.policy.get("l2", "cold-clean")
+        )
+    except MeasurementError as e:
+        # More than the DRAM can do is no result, whatever it would do for the tables.
+        row.status, row.reason = "impossible", str(e)[:REASON_CHARACTERS]
+
+
+def _relate(run: LoadedRun, problem: Problem, found: Sequence[Row]) -> None:
+    """Fills in what a cell's rows are compared with: its floor, its default, the table's choice."""
+    timed = [r for r in found if r.status == "ok" and r.median_us is not None]
+    floors = [r for r in timed if r.role == "floor"]
+    finals = [r for r in floors if r.stage == "final"] or floors
+    floor_us = min((r.median_us for r in finals if r.median_us), default=None)
+    default, choice = run.default(problem), run.choice(problem)
+    # By means, as the choice is.
+    default_us = next(
+        (r.mean_us for r in timed if r.role == "decode" and r.variant == default), None
+    )
+    for row in timed:
+        row.chosen = row.role == "decode" and row.stage == "final" and row.variant == choice
+    chosen_us = next((r.median_us for r in timed if r.chosen), None)
+    for row in timed:
+        if row.median_us is None or row.mean_us is None:
+            continue
+        if floor_us:
+            row.floor_us, row.over_floor = floor_us, round(row.median_us / floor_us, 4)
+        if row.role == "floor":
+            continue
+        if default_us is not None:
+            row.default_mean_us = default_us
+            row.speedup_over_default = round(default_us / row.mean_us, 4)
+        if chosen_us:
+            row.chosen_speedup = round(row.median_us / chosen_us, 4)
