@@ -1,0 +1,174 @@
+"""docs/reference.md, from the code: commands, config keys, environment.
+
+python -m gdntune.cli.reference > docs/reference.md
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+import msgspec
+
+HEAD = """\
+# Reference
+
+Generated: `python -m gdntune.cli.reference > docs/reference.md`.
+"""
+
+ENVIRONMENT = {
+    "GDNTUNE_TABLE": "a table's file that the runtime uses instead of installed and shipped ones",
+    "GDNTUNE_BUNDLE": "a folder of compiled objects that the runtime loads, so that nothing is compiled",
+    "GDNTUNE_CACHE_DIR": "where compiled objects are kept; by default the user's cache folder",
+    "GDNTUNE_CHECK": "1: calls check indices and counts on the host, which synchronises",
+    "CXX": "the C++ compiler of the CPU's kernels; by default g++",
+}
+
+KEYS: Mapping[str, Mapping[str, str]] = {
+    "The file": {
+        "name": "names the folder results/NAME; lower case letters, digits, `.`, `_` and `-`",
+        "about": "one line for reports",
+        "device": "what is tuned",
+        "model": "the whole model's heads, see below",
+        "batch": "batch sizes B",
+        "tokens": "T, tokens per request and call, 1 to 16; each is a contract of its own",
+        "shards": "tensor-parallel sizes; size s has H/s and HV/s heads",
+        "contracts": "what is computed, see below",
+        "kernels": "if given, only these kernels, and only the listed values of the listed knobs",
+        "policy": "timer and L2 policy, see below",
+        "search": "how much is spent per cell, see below",
+        "parts": "several sets of cells in one file, each with a `name`; keys above are their defaults",
+    },
+    "`model`": {
+        "H": "q/k heads",
+        "HV": "value heads, a multiple of H",
+        "K": "key head size: 64, 96, 128 or 256",
+        "V": "value head size",
+    },
+    "`contracts`, each": {
+        "op": "GDN, one decay per head, or KDA, one per key dimension",
+        "layout": "of the state: [slots, HV, V, K] or [slots, HV, K, V]",
+        "input_dtype": "of q, k, v and the output",
+        "state_dtype": "of the state and the intermediate states",
+        "gate_dtype": "of a (GDN) or g (KDA)",
+        "beta_dtype": "of b or beta",
+        "A_log_dtype": "of the parameter",
+        "dt_bias_dtype": "of the parameter",
+        "gate": "GDN: raw or log; KDA: softplus, lower_bound or log",
+        "beta": "logit: sigmoid is applied; given: it is not",
+        "mode": "update writes the final state, frozen does not",
+        "intermediate": "where the state after each token goes",
+        "accepted": "with slots: num_accepted_tokens names the column to start from",
+        "pool": "states in slots named by indices; else row n is request n's",
+        "ragged": "packed rows with cu_seqlens",
+    },
+    "`policy`": {
+        "timer": "how a call is timed; auto is CUPTI on CUDA where it works, else CUDA events",
+        "l2": "what is done to the last-level cache before each call",
+    },
+    "`search`": {
+        "screen_rounds": "samples by which the leaders are found",
+        "keep": "leaders timed again",
+        "final_rounds": "samples of each leader",
+        "placements": "sets of tensors, elsewhere in memory, that share the final rounds",
+        "max_cell_seconds": "a cell's timing ends here",
+        "regret": "what the choice may lose for one interval or variant less",
+        "bisect": "refines crossovers until neighbours' work units are within this ratio",
+        "extra_cells": "cells per contract that bisect may add",
+        "held_out": "cells that judge the table and have no part in it: a number per contract, or a list",
+        "workload": "steps of a serving engine (a list or a CSV), by which cells share the samples",
+    },
+}
+
+
+def page() -> str:
+    """The whole page, as Markdown."""
+    text = "\n".join([HEAD, *_commands(), *_config(), *_environment()])
+    return re.sub(r"\n{3,}", "\n\n", text) + "\n"
+
+
+def _commands() -> Iterator[str]:
+    import typer.main
+
+    from gdntune.cli.app import app
+
+    yield "## Commands\n"
+    yield from _command("gdntune", typer.main.get_command(app))
+
+
+def _command(path: str, command: Any) -> Iterator[str]:
+    below = getattr(command, "commands", None)
+    if below is None:
+        arguments = [p for p in command.params if p.param_type_name == "argument"]
+        usage = " ".join([path, *(p.metavar or p.name.upper() for p in arguments)])
+        yield f"### `{usage}`\n"
+        yield " ".join((command.help or "").split()) + "\n"
+        rows = [_row(p) for p in command.params if p.name != "help"]
+        if rows:
+            yield "| | |\n| --- | --- |"
+            yield "\n".join(rows) + "\n"
+    else:
+        for name in sorted(below):
+            yield from _command(f"{path} {name}", below[name])
+
+
+def _row(parameter: Any) -> str:
+    choices = _words(parameter.type_descriptor.annotation)
+    names = (
+        ", ".join((*parameter.opts, *parameter.secondary_opts))
+        if parameter.param_type_name == "option"
+        else (parameter.metavar or parameter.name.upper())
+    )
+    values = f" ({', '.join(map(str, choices))})" if choices else ""
+    text = " ".join((parameter.help or "").split()).replace("|", "\\|")
+    return f"| `{names}` | {text}{values} |"
+
+
+def _config() -> Iterator[str]:
+    from gdntune.timing import Policy
+    from gdntune.tuning.config import Config, ContractPart, Model, Search
+
+    structs = dict(zip(KEYS, (Config, Model, ContractPart, Policy, Search), strict=True))
+    yield "## Config keys\n"
+    yield "A wrong key or value is refused with its place and what is expected.\n"
+    for title, texts in KEYS.items():
+        fields = {f.name: f for f in msgspec.structs.fields(structs[title])}
+        if fields.keys() != texts.keys():
+            raise LookupError(f"{title}: KEYS and the code differ: {fields.keys() ^ texts.keys()}")
+        yield f"### {title}\n"
+        yield "| key | default | meaning |\n| --- | --- | --- |"
+        for name, text in texts.items():
+            yield f"| `{name}` | {_default(fields[name])} | {text}{_values(fields[name])} |"
+        yield ""
+
+
+def _default(field: Any) -> str:
+    value = field.default
+    if value is msgspec.NODEFAULT or value is None or value == "" or value == ():
+        return ""
+    if isinstance(value, msgspec.Struct) or field.default_factory is not msgspec.NODEFAULT:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value) if isinstance(value, tuple) else value)
+
+
+def _words(annotation: Any) -> list[str]:
+    """The words that a Literal, or an optional one, lists."""
+    inside = get_args(annotation)
+    return [w for x in inside for w in ([x] if isinstance(x, str) else _words(x))]
+
+
+def _values(field: Any) -> str:
+    words = _words(field.type)
+    return f"; one of {', '.join(words)}" if words else ""
+
+
+def _environment() -> Iterator[str]:
+    yield "## Environment\n"
+    yield "| variable | meaning |\n| --- | --- |"
+    yield "\n".join(f"| `{name}` | {text} |" for name, text in ENVIRONMENT.items())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

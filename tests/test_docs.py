@@ -1,0 +1,80 @@
+"""README, docs/ and examples/: what they show runs and prints what they say, and their links lead
+somewhere.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "tables").glob("*.md")),
+]
+OF_EXAMPLE = {"decode": "engine", "packed": "engine", "verify": "engine", "own_config": "tune"}
+
+
+def blocks(page, language):
+    """The fenced blocks of a language on a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def run(*arguments):
+    """A Python of its own that finds the package here."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True, text=True, env=env, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_readme_is_short():
+    """A busy engineer reads it to the end: under 700 words, code and table included."""
+    assert len((ROOT / "README.md").read_text().split()) < 700
+
+
+def test_readmes_snippet_runs():
+    """The call of the README runs as it stands."""
+    (snippet,) = blocks(ROOT / "README.md", "python")
+    assert run("-c", snippet) == "torch.Size([4, 1, 8, 128])\n"
+
+
+@pytest.mark.parametrize("name", OF_EXAMPLE)
+def test_example(name, tmp_path):
+    """Each example prints what its page shows."""
+    folder = [tmp_path / "run"] if name == "own_config" else []
+    printed = run(ROOT / "examples" / f"{name}.py", *folder)
+    assert printed in blocks(ROOT / "docs" / f"{OF_EXAMPLE[name]}.md", "text")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    """Every relative link is to a file or folder of the repository."""
+    links = re.findall(
+        r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    )
+    gone = [x for x in links if "://" not in x and not (page.parent / x).exists()]
+    assert gone == []
+
+
+def test_guide_names_every_page():
+    """docs/index.md links to each page beside it."""
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = {p.name for p in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert [name for name in sorted(pages) if f"({name})" not in index] == []
+
+
+def test_reference_is_of_the_code():
+    """docs/reference.md is what `python -m gdntune.cli.reference` prints: it names every command,
+    option and config key.
+    """
+    from gdntune.cli.reference import page
+
+    assert (ROOT / "docs" / "reference.md").read_text() == page()
