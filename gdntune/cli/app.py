@@ -20,6 +20,7 @@ from gdntune.cli.common import (
     DeviceKind,
     Index,
     Jobs,
+    OwnKernels,
     PartNames,
     Timer,
     config_of,
@@ -71,6 +72,7 @@ def main(
 def sweep(
     config: ConfigFile,
     part: PartNames = None,
+    own_kernels: OwnKernels = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for journal, table and report; default results/NAME."),
@@ -113,7 +115,7 @@ def sweep(
     from gdntune.objects.store import Store
     from gdntune.results.table import load
 
-    wanted = config_of(config, part)
+    wanted = config_of(config, part, own_kernels)
     judged = [load(path) for path in table or ()]
     shared = indices(devices, executor)
     found = arch.detect(device or wanted.device, shared[0] if shared else index)
@@ -166,6 +168,7 @@ def sweep(
 def bench(
     config: ConfigFile,
     part: PartNames = None,
+    own_kernels: OwnKernels = None,
     peers: Annotated[
         str,
         typer.Option(
@@ -209,7 +212,7 @@ def bench(
     from gdntune.objects.store import Store
     from gdntune.tuning import bench
 
-    wanted = config_of(config, part)
+    wanted = config_of(config, part, own_kernels)
     found = arch.detect(device or wanted.device, index)
     folder = out or Path("results") / f"{wanted.name}-bench"
     changes = {name: value for name, value in (("timer", timer), ("l2", l2)) if value is not None}
@@ -286,6 +289,7 @@ def compile_(
         str, typer.Option(help="sm_90a, sm_100a, ...; cpu: this CPU; native: the device at hand.")
     ],
     part: PartNames = None,
+    own_kernels: OwnKernels = None,
     bundle: Annotated[
         Path | None,
         typer.Option(help="Folder to link all objects into, for a machine without a compiler."),
@@ -303,7 +307,7 @@ def compile_(
     from gdntune.objects.store import Store, write_bundle
     from gdntune.tuning.plan import plan_objects
 
-    wanted = config_of(config, part)
+    wanted = config_of(config, part, own_kernels)
     device = target_of(arch)
     if bundle and (fault := no_folder(bundle)):
         raise UnsupportedProblem(f"--bundle {bundle}: {fault}; choose another place")
@@ -396,6 +400,7 @@ def expect(
             help="Others' figures to stand beside: published:flashinfer-pr-3127; may be repeated."
         ),
     ] = None,
+    own_kernels: OwnKernels = None,
     out: Annotated[
         Path | None, typer.Option(help="Write to this Markdown file instead of the terminal.")
     ] = None,
@@ -422,7 +427,7 @@ def expect(
 
     refuse_tables(journal)
     publications = [published(name) for name in dict.fromkeys(against or ())]
-    wanted = [config_of(path) for path in configs]
+    wanted = [config_of(path, None, own_kernels) for path in configs]
     target = target_of(arch)
     model = Model([journals.read(path) for path in journal], target)
     objects = [o for config in wanted for o in plan_objects(config, target)]

@@ -40,6 +40,14 @@ PartNames = Annotated[
         ),
     ),
 ]
+OwnKernels = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kernels",
+        metavar="MODULE",
+        help="A module of yours with a KERNEL, tried beside the others; may be repeated.",
+    ),
+]
 Jobs = Annotated[
     int | None, typer.Option(min=1, help="Compiling processes; by default one a usable core.")
 ]
@@ -109,13 +117,16 @@ def indices(text: str | None, executor: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def config_of(path: Path, parts: list[str] | None = None) -> "Config":
+def config_of(
+    path: Path, parts: list[str] | None = None, own_kernels: list[str] | None = None
+) -> "Config":
     """The config in a file, or the shipped one of a name; only the parts that are named, where some
-    are.
+    are. It may name the kernels of the user's modules.
     """
     from gdntune import kernels, strict
     from gdntune.tuning import config
 
+    kernels.use(own_kernels or ())
     # a name may have a dot, as qwen3.5-397b-a17b
     if path.suffix not in (".yaml", ".yml") and not path.exists():
         inside = Path(__file__).parent.parent / "configs"

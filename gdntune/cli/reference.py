@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "GDNTUNE_BUNDLE": "a folder of compiled objects that the runtime loads, so that nothing is compiled",
     "GDNTUNE_CACHE_DIR": "where compiled objects are kept; by default the user's cache folder",
     "GDNTUNE_CHECK": "1: calls check indices and counts on the host, which synchronises",
+    "GDNTUNE_KERNELS": "modules with kernels of your own, separated by commas, as `--kernels`",
     "CXX": "the C++ compiler of the CPU's kernels; by default g++",
 }
 
@@ -128,7 +129,9 @@ def _config() -> Iterator[str]:
     from gdntune.timing import Policy
     from gdntune.tuning.config import Config, ContractPart, Model, Search
 
-    structs = dict(zip(KEYS, (Config, Model, ContractPart, Policy, Search), strict=True))
+    structs: dict[str, Any] = dict(
+        zip(KEYS, (Config, Model, ContractPart, Policy, Search), strict=True)
+    )
     yield "## Config keys\n"
     yield "A wrong key or value is refused with its place and what is expected.\n"
     for title, texts in KEYS.items():

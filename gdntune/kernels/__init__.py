@@ -2,6 +2,7 @@
 kernels by name.
 """
 
+import os
 from collections.abc import Iterable
 
 from gdntune.device.arch import Device
@@ -14,6 +15,7 @@ from gdntune.kernels import (
     wy_block_config,
     wy_config,
 )
+from gdntune.kernels.outside import VARIABLE, kernels_of, named
 from gdntune.kernels.spec import Kernel, Role, Variant
 from gdntune.kernels.stream_config import flush
 from gdntune.problem import Contract, Problem
@@ -28,6 +30,7 @@ __all__ = [
     "get",
     "refuse",
     "serving",
+    "use",
     "variants",
 ]
 
@@ -42,6 +45,23 @@ KERNELS: dict[str, Kernel] = {
         cpu_stream_config.KERNEL,
     )
 }
+
+
+def use(modules: Iterable[str]) -> None:
+    """Adds the kernels of modules outside the package, here and in worker processes; UnknownName
+    where one cannot be imported, has no kernel or takes a name that there is.
+    """
+    wanted = list(dict.fromkeys([*named(), *modules]))
+    for module in wanted:
+        for kernel in kernels_of(module):
+            if KERNELS.setdefault(kernel.name, kernel) is not kernel:
+                raise UnknownName(
+                    f"{module}: its kernel {kernel.name!r} has the name of another; give it one"
+                    " of its own"
+                )
+    if wanted:
+        # workers are processes of their own: they inherit it
+        os.environ[VARIABLE] = ",".join(wanted)
 
 
 def get(name: str) -> Kernel:
@@ -101,3 +121,6 @@ def fingerprints(device_kind: str) -> dict[str, str]:
     from gdntune.kernels.fingerprint import fingerprint
 
     return {k.name: fingerprint(k.sources) for k in KERNELS.values() if k.device == device_kind}
+
+
+use(())

@@ -6,11 +6,14 @@ Text, not syntax trees, is hashed, so that Pythons of different versions agree.
 
 import ast
 import hashlib
+import importlib.util
 import io
 import re
 import tokenize
 from functools import cache
 from pathlib import Path
+
+from gdntune.errors import UnknownName
 
 PACKAGE = Path(__file__).parent.parent
 
@@ -65,10 +68,29 @@ def _imports(text: str) -> set[str]:
     return {f for f in found if f != "gdntune.kernels"}
 
 
+def _is_file(source: str) -> bool:
+    return "/" in source
+
+
 def _path(source: str) -> Path:
+    if _is_file(source):
+        return PACKAGE / source
     if source.startswith("gdntune."):
         return PACKAGE.parent / (source.replace(".", "/") + ".py")
-    return PACKAGE / source
+    # of a kernel from outside
+    spec = importlib.util.find_spec(source)
+    if spec is None or spec.origin is None:
+        raise UnknownName(
+            f"source {source!r} of a kernel: no such module; expected one on Python's path"
+        )
+    return Path(spec.origin)
+
+
+def _name(source: str) -> str:
+    """What is hashed beside the text: of a file outside the package its name alone, so that
+    checkouts in two places agree.
+    """
+    return Path(source).name if Path(source).is_absolute() else source
 
 
 def closure(sources: tuple[str, ...]) -> list[str]:
@@ -79,24 +101,21 @@ def closure(sources: tuple[str, ...]) -> list[str]:
         if source in seen:
             continue
         seen.add(source)
-        if source.startswith("gdntune."):
+        if not _is_file(source):
             todo.extend(_imports(_path(source).read_text()))
-    return sorted(seen)
+    return sorted(seen, key=_name)
 
 
 @cache
 def fingerprint(sources: tuple[str, ...]) -> str:
-    """A short hash of the sources' code: modules (`gdntune.kernels.recurrent`) or files below
-    gdntune/ (`kernels/cpu/decode.h`).
+    """A short hash of the sources' code: modules (`gdntune.kernels.recurrent`), files below
+    gdntune/ (`kernels/cpu/decode.h`), or files elsewhere by their absolute path.
     """
     digest = hashlib.sha256()
     for source in closure(sources):
         text = _path(source).read_text()
-        digest.update(source.encode() + b"\0")
+        digest.update(_name(source).encode() + b"\0")
         digest.update(
-            (
-                stripped_python(text) if source.startswith("gdntune.") else stripped_cpp(text)
-            ).encode()
-            + b"\0"
+            (stripped_cpp(text) if _is_file(source) else stripped_python(text)).encode() + b"\0"
         )
     return digest.hexdigest()[:16]
