@@ -11,7 +11,7 @@ import structure
 
 # Heavy or special packages, and the only modules that may import them, inside functions included.
 ONLY_IN = {
-    "cutlass": ("kernels/*.py", "objects/build.py"),
+    "cutlass": ("kernels/*.py", "objects/worker.py"),
     "tvm_ffi": ("objects/store.py", "kernels/cpu_object.py"),
     "pandas": ("report/*.py", "results/baseline.py", "results/frame.py"),
     "typer": ("cli/*.py",),
@@ -19,7 +19,7 @@ ONLY_IN = {
     "matplotlib": ("report/figures.py",),
     "pynvml": ("device/nvml.py",),
     "cupti": ("device/cupti.py",),
-    "pebble": ("objects/build.py", "tuning/executors.py"),
+    "pebble": ("tuning/executors.py",),
     "ray": ("tuning/ray.py",),
     "yaml": ("tuning/config.py",),
 }
