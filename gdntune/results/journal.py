@@ -171,6 +171,9 @@ _ASKED = {
 _ACCEPTED = f"accepted is a sweep's folder, its {FILE}, or that as .xz"
 # How a record's line begins: a file without one is something else, not a damaged journal.
 _LINE = re.compile(rb'(?m)^{"kind" ?:')
+# Samples that are finer than a nanosecond, as JSON has them: those read from a journal are not, and
+# to round them anew would be most of what its digest takes.
+_SAMPLES, _FINER = b'"samples_us":[', re.compile(rb"\.\d{4}|e-")
 # What differs as well wherever something else does, by how its name begins: no news.
 _FOLLOWS = {
     "command": ("",),
@@ -414,12 +417,12 @@ def _subject(record: Record) -> object:
 
 def encode(record: Any) -> bytes:
     """The line of a record."""
-    if isinstance(record, Trial):
-        record = msgspec.structs.replace(
-            record, samples_us=[round(x, 3) for x in record.samples_us]
-        )
     try:
-        return msgspec.json.encode(record) + b"\n"
+        line = msgspec.json.encode(record)
+        if isinstance(record, Trial) and _FINER.search(line, line.index(_SAMPLES)):
+            rounded = [round(x, 3) for x in record.samples_us]
+            line = msgspec.json.encode(msgspec.structs.replace(record, samples_us=rounded))
+        return line + b"\n"
     except UnicodeEncodeError:  # a compiler's output and a command line need not be text
         fields = msgspec.structs.asdict(record).items()
         texts = {

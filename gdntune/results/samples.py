@@ -160,15 +160,16 @@ def _names(runs: Sequence[Run]) -> list[str]:
 def _loaded(
     name: str, path: Path, run: Run, records: list[Record], regret: float | None
 ) -> LoadedRun:
-    digest = journal.digest(run, records)
     notes: list[str] = []
     found: Table | None = None
+    digest = ""
     stored = (path if path.is_dir() else path.parent) / "table.json"
     if regret is not None:
         notes.append(f"The choices are those of `gdntune replay --regret {regret:g}`.")
     elif stored.exists():
         # The sweep's own table: older journals do not hold the regret that its config allows.
         found = load_table(stored)
+        digest = journal.digest(run, records)
         if found.evidence.journal_sha256 != digest:
             notes.append(
                 "`table.json` is not of this journal as it stands; the choices here were derived"
@@ -180,6 +181,8 @@ def _loaded(
             found = derive.derive(records, run, regret=regret)
         except (JournalError, MeasurementError) as e:
             notes.append(f"no table could be made: {e}")
+    # What is derived has it already, and to digest 100,000 records twice takes a second.
+    digest = digest or (found.evidence.journal_sha256 if found else journal.digest(run, records))
     cells = (r for r in records if isinstance(r, Cell))
     defaults = {r.problem: r.default_variant for r in cells if isinstance(r.default_variant, str)}
     return LoadedRun(name, run, records, found, digest, tuple(notes), defaults, regret)
@@ -189,7 +192,8 @@ def rows(run: LoadedRun) -> Iterator[tuple[Problem, list[tuple[Trial, Row]]]]:
     """Each cell with the trials that count there and what they say."""
     verified = _verified(run.records)
     for problem, trials in run.counted.items():
-        found = [_row(run, t, verified) for t in trials]
+        moved = sol.bytes_moved(problem), sol.floor_bytes(problem)
+        found = [_row(run, t, verified, *moved) for t in trials]
         _relate(run, problem, found)
         yield problem, list(zip(trials, found, strict=True))
 
@@ -227,9 +231,15 @@ def _verified(records: Sequence[Record]) -> dict[tuple[Contract, str], str]:
     return found
 
 
-def _row(run: LoadedRun, trial: Trial, verified: Mapping[tuple[Contract, str], str]) -> Row:
+def _row(
+    run: LoadedRun,
+    trial: Trial,
+    verified: Mapping[tuple[Contract, str], str],
+    decode_bytes: int,
+    floor_bytes: int,
+) -> Row:
     problem, variant = trial.problem, trial.variant
-    moved = sol.floor_bytes(problem) if trial.role == "floor" else sol.bytes_moved(problem)
+    moved = floor_bytes if trial.role == "floor" else decode_bytes
     # What a peer moves beyond what it must, by its adapter's word.
     moved += int(variant.knobs.get("extra_bytes", 0)) if trial.role == "peer" else 0
     # A floor computes nothing that could be wrong.
