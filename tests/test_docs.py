@@ -4,6 +4,7 @@ somewhere.
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,28 @@ def test_reference_is_of_the_code():
     from gdntune.cli.reference import page
 
     assert (ROOT / "docs" / "reference.md").read_text() == page()
+
+
+def commands_of(page):
+    """Each gdntune command of a page's shell blocks, without its comment."""
+    text = "".join(blocks(page, "sh")).replace("\\\n", " ")
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        if "gdntune" in words and words[0] in ("gdntune", "PYTHONPATH=examples"):
+            yield words[words.index("gdntune") + 1 :]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_commands_that_are_shown_exist(page):
+    """Every command of a shell block has the options and number of arguments of today."""
+    import typer.main
+
+    from gdntune.cli.app import app
+
+    for words in commands_of(page):
+        command, args = typer.main.get_command(app), words
+        while hasattr(command, "commands"):
+            name, *args = args
+            command = command.commands[name]
+        args = [str(ROOT / "LICENSE") if "*" in a and "'" not in a else a for a in args]
+        command.make_context(command.name, args, resilient_parsing=False)

@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from gdntune import __version__
+from gdntune.cli import configs as cli_configs
+from gdntune.cli import install
 from gdntune.cli import results as cli_results
 from gdntune.cli.common import (
     FINDINGS,
     L2,
     AsJson,
+    Batch,
     Bundles,
     ConfigFile,
     DeviceKind,
+    Heads,
     Index,
     Jobs,
     OwnKernels,
     PartNames,
     Timer,
+    Tokens,
     config_of,
     indices,
     print_json,
@@ -42,8 +47,10 @@ app = typer.Typer(
         " hand. Exit codes: 0 done, 1 findings, 2 wrong use or something missing."
     ),
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
+    # single newlines are spaces: texts reflow at any width
+    rich_markup_mode="markdown",
 )
 
 
@@ -72,7 +79,13 @@ def main(
 def sweep(
     config: ConfigFile,
     part: PartNames = None,
+    batch: Batch = None,
+    tokens: Tokens = None,
+    heads: Heads = None,
     own_kernels: OwnKernels = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", metavar="", help="Say what the sweep would take, and stop.")
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for journal, table and report; default results/NAME."),
@@ -114,13 +127,30 @@ def sweep(
     from gdntune.device import arch
     from gdntune.objects.store import Store
     from gdntune.results.table import load
+    from gdntune.tuning.estimate import estimate
 
-    wanted = config_of(config, part, own_kernels)
+    wanted = config_of(config, part, own_kernels, batch=batch, tokens=tokens, heads=heads)
     judged = [load(path) for path in table or ()]
     shared = indices(devices, executor)
     found = arch.detect(device or wanted.device, shared[0] if shared else index)
     folder = out or Path("results") / wanted.name
     changes = {name: value for name, value in (("timer", timer), ("l2", l2)) if value is not None}
+    store = Store(bundles=bundle or ())
+    size = estimate(wanted, found, store, jobs, max(1, len(shared)))
+    if dry_run:
+        if as_json:
+            print_json(
+                {
+                    "config": wanted.name,
+                    "device": found,
+                    "folder": str(folder),
+                    **msgspec.structs.asdict(size),
+                }
+            )
+        else:
+            typer.echo(f"{wanted.name} on {found.name}: {size.words()}")
+        return
+    typer.echo(f"{wanted.name} on {found.name}: {size.words()}", err=True)
     outcome = search.sweep(
         wanted,
         folder,
@@ -128,7 +158,7 @@ def sweep(
         index=index,
         devices=shared,
         executor=executor,
-        store=Store(bundles=bundle or ()),
+        store=store,
         jobs=jobs,
         policy=msgspec.structs.replace(wanted.policy, **changes),
         progress=progress(),
@@ -505,4 +535,7 @@ def doctor(index: Index = 0, as_json: AsJson = False) -> None:
 
 
 app.add_typer(cli_results.results)
+install.register(cli_results.tables)
 app.add_typer(cli_results.tables, name="table")
+app.add_typer(cli_configs.configs)
+app.add_typer(cli_configs.config, name="config")

@@ -23,7 +23,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 FINDINGS, WRONG_USE, INTERRUPTED = 1, 2, 130
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", metavar="", help="Print one JSON document instead of text.")
+]
 ConfigFile = Annotated[
     Path,
     typer.Argument(
@@ -38,6 +40,18 @@ PartNames = Annotated[
             "Only this part of the config, or those of a pattern such as 'verify-*'; may be"
             " repeated."
         ),
+    ),
+]
+Batch = Annotated[
+    str | None, typer.Option(metavar="B,...", help="Batch sizes instead of the config's: 1,8,64.")
+]
+Tokens = Annotated[
+    str | None, typer.Option(metavar="T,...", help="Tokens per request instead of the config's.")
+]
+Heads = Annotated[
+    str | None,
+    typer.Option(
+        metavar="H,HV", help="q/k and value heads instead of the config's and its shards."
     ),
 ]
 OwnKernels = Annotated[
@@ -90,8 +104,9 @@ def refusing(function: F) -> F:
             )
             raise typer.Exit(WRONG_USE) from None
         except KeyboardInterrupt:
+            # on a line of its own: the terminal has just shown ^C, perhaps behind a bar
             typer.echo(
-                "gdntune: interrupted; what was journalled stays, and the same command goes on"
+                "\ngdntune: interrupted; what was journalled stays, and the same command continues"
                 " there",
                 err=True,
             )
@@ -118,31 +133,83 @@ def indices(text: str | None, executor: str) -> tuple[int, ...]:
 
 
 def config_of(
-    path: Path, parts: list[str] | None = None, own_kernels: list[str] | None = None
+    path: Path,
+    parts: list[str] | None = None,
+    own_kernels: list[str] | None = None,
+    *,
+    batch: str | None = None,
+    tokens: str | None = None,
+    heads: str | None = None,
 ) -> "Config":
-    """The config in a file, or the shipped one of a name; only the parts that are named, where some
-    are. It may name the kernels of the user's modules.
+    """The config in a file, or the one that goes by a name; only the parts that are named, where
+    some are, at other sizes, where some are given. It may name the kernels of the user's modules.
     """
-    from gdntune import kernels, strict
-    from gdntune.tuning import config
+    from gdntune import kernels
+    from gdntune.tuning import config, models
 
     kernels.use(own_kernels or ())
-    # a name may have a dot, as qwen3.5-397b-a17b
-    if path.suffix not in (".yaml", ".yml") and not path.exists():
-        inside = Path(__file__).parent.parent / "configs"
-        folder = inside if inside.exists() else Path(__file__).parent.parent.parent / "configs"
-        shipped = {p.stem: p for p in sorted(folder.glob("*.yaml"))}
-        named = shipped.get(path.name) if path.name == str(path) else None
-        if named is None:
-            raise ConfigError(
-                f"{path}: no such file or shipped config{strict.near(path.name, shipped)}; accepted"
-                f" are a YAML file and {', '.join(shipped)}"
-            )
-        path = named
-    found = config.load(path)
+    source = _named(path)
+    found = config.load(source) if isinstance(source, Path) else config.parse(source, path.name)
     found.check_kernels(kernels.KERNELS)
     found.check_knobs(kernels.KERNELS)
-    return found.only(parts) if parts else found
+    found = found.only(parts) if parts else found
+    pair = numbers("--heads", heads, distinct=False)
+    if heads is not None and (len(pair) != 2 or pair[1] % pair[0]):
+        raise UnsupportedProblem(
+            f"--heads {heads!r}: expected H,HV with HV a multiple of H, as 16,64"
+        )
+    return models.overridden(
+        found,
+        numbers("--batch", batch),
+        numbers("--tokens", tokens),
+        (pair[0], pair[1]) if pair else None,
+    )
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configs that come as files, by name."""
+    inside = Path(__file__).parent.parent / "configs"
+    folder = inside if inside.exists() else Path(__file__).parent.parent.parent / "configs"
+    return {p.stem: p for p in sorted(folder.glob("*.yaml"))}
+
+
+def config_text_of(name: str) -> str:
+    """The text of a config that goes by name."""
+    source = _named(Path(name))
+    return source.read_text() if isinstance(source, Path) else source
+
+
+def _named(path: Path) -> Path | str:
+    """The file that a user named, or that ships by this name; or the text of a model's preset."""
+    from gdntune import strict
+    from gdntune.tuning.models import PRESETS, config_text
+
+    # a name may have a dot, as qwen3.5-397b-a17b
+    if path.suffix in (".yaml", ".yml") or path.exists():
+        return path
+    shipped, name = shipped_configs(), str(path)
+    if name in shipped:
+        return shipped[name]
+    if name in PRESETS:
+        return config_text(PRESETS[name])
+    names = [*shipped, *sorted(PRESETS.keys() - shipped.keys())]
+    raise ConfigError(
+        f"{path}: no such file or named config{strict.near(path.name, names)}; expected a YAML file"
+        f" or one of {', '.join(names)}"
+    )
+
+
+def numbers(option: str, text: str | None, *, distinct: bool = True) -> tuple[int, ...]:
+    """The whole numbers of an option such as `--batch 1,4,16`; none where it was not given."""
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    twice = distinct and len(set(parts)) < len(parts)
+    if twice or not all(part.isdecimal() and int(part) for part in parts):
+        raise UnsupportedProblem(
+            f"{option} {text!r}: expected whole numbers from 1 on, each once, as 1,4,16"
+        )
+    return tuple(map(int, parts))
 
 
 def target_of(name: str) -> "Device":

@@ -1,0 +1,109 @@
+"""Commands that put a table to use, and say which one a GPU gets."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gdntune.cli.common import AsJson, print_json, refusing
+from gdntune.errors import UnsupportedProblem, listed
+
+
+@refusing
+def table_install(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A sweep's folder, or a table's file.")
+    ],
+) -> None:
+    """Put a sweep's table where the runtime looks for it, for the device that it was measured on.
+
+    A table that is there is kept beside it as NAME.json.before.
+    """
+    import shutil
+
+    from gdntune import kernels
+    from gdntune.results import table
+    from gdntune.runtime import dispatch
+
+    path = run / "table.json" if run.is_dir() else run
+    if run.is_dir() and not path.exists():
+        raise UnsupportedProblem(
+            f"{run}: it has no table.json; expected a folder that `gdntune sweep` has finished"
+        )
+    found = table.load(path)
+    kernels.check_names(map(found.variant, found.variants), str(path))
+    for op in sorted({rule.when.op for rule in found.rules}):
+        target = dispatch.user_tables() / found.device.slug / f"{op}.json"
+        if target.exists():
+            before = target.with_name(target.name + ".before")
+            shutil.copy2(target, before)
+            typer.echo(f"the one that was there is now {before}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        table.save(found, target)
+        typer.echo(f"{target}: in use for {op} on {found.device.name}, from the next process on")
+
+
+@refusing
+def table_which(
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="A GPU by name, as 'NVIDIA L40S' or h20; by default the device here."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which table a GPU gets, and how far it can be trusted there. Needs no GPU."""
+    import logging
+    import typing
+
+    from gdntune.device import arch, gpus
+    from gdntune.problem import Op
+    from gdntune.runtime.dispatch import Runtime
+
+    device = gpus.named(gpu) if gpu else arch.detect()
+    runtime = Runtime(device)
+    # what the runtime warns of stands in the rows
+    logging.getLogger("gdntune").setLevel(logging.ERROR)
+    rows = [_which(op, device, runtime.source(op)) for op in typing.get_args(Op)]
+    if as_json:
+        print_json({"device": device, "tables": rows})
+        return
+    typer.echo(f"{device.name}: {device.arch}, {device.sm_count} SMs or threads")
+    for row in rows:
+        typer.echo(f"  {row['op']}: {row['table'] or 'none'}")
+        typer.echo(f"    {row['why']}")
+        for warning in row["warnings"]:
+            typer.echo(f"    WARNING: {warning}")
+
+
+def _which(op: str, device: Any, source: Any) -> dict[str, Any]:
+    from gdntune import kernels
+    from gdntune.device import gpus
+    from gdntune.results.table import stale
+
+    if source is None:
+        why = "no table of this kind of device: each kernel's default rule is used; sweep"
+        return {"op": op, "table": None, "why": why, "warnings": []}
+    of = source.table.device
+    warnings = []
+    if names := stale(source.table, kernels.fingerprints(device.kind)):
+        warnings.append(f"stale: measured with other code of {listed(names)}; sweep again")
+    if of.kind == "cuda" and gpus.memory_class(of.name) != gpus.memory_class(device.name):
+        warnings.append(
+            f"measured on {of.name}, which has {gpus.memory_class(of.name)} and not"
+            f" {gpus.memory_class(device.name)}: results are right, choices may be far from the"
+            " best; sweep before you rely on speed"
+        )
+    if of.arch != device.arch:
+        warnings.append(f"measured on {of.arch}; on {device.arch} nothing of it was timed")
+    why = {
+        "nearest": f"shipped for {of.name}, the nearest by SMs and bandwidth; a sweep makes your own",
+        "shipped": f"shipped for {of.name}",
+        "the user's": "installed by you",
+    }.get(source.why, f"named by {source.why}")
+    return {"op": op, "table": str(source.path), "why": why, "warnings": warnings}
+
+
+def register(tables: typer.Typer) -> None:
+    """Adds these commands to `gdntune table`."""
+    tables.command("install")(table_install)
+    tables.command("which")(table_which)

@@ -1,0 +1,98 @@
+"""What a sweep will take, said before it starts: cells, variants, objects, minutes."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from gdntune import kernels, sol
+from gdntune.device.arch import Device, cpu_threads
+from gdntune.kernels.spec import Variant
+from gdntune.objects.store import Store
+from gdntune.problem import Problem
+from gdntune.tuning import cells
+from gdntune.tuning.config import Config
+from gdntune.tuning.plan import plan, plan_objects
+
+# Seconds, by kind of device, on the machines of docs/measured.md: an object on one core; a check;
+# what a timing process takes to start; what a sample takes beside its call and its flush.
+_OBJECT_S = {"cuda": 0.6, "cpu": 0.6}
+_CHECK_S = {"cuda": 0.015, "cpu": 0.4}
+_START_S = {"cuda": 8.0, "cpu": 6.0}
+_SAMPLE_S = {"cuda": 60e-6, "cpu": 150e-6}
+# A cell's tensors, their fill, its records.
+_CELL_S = {"cuda": 0.06, "cpu": 0.5}
+# GB/s where no datasheet says: of one CPU thread, and of all of them at most.
+_THREAD_GB_S, _HOST_GB_S = 4.0, 100.0
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A sweep's size. missing: objects that the store has not. minutes: expected; the cells that
+    `bisect` adds are not in it.
+    """
+
+    cells: int
+    contracts: int
+    variants: int
+    objects: int
+    missing: int
+    minutes: float
+
+    def words(self) -> str:
+        """One line for the terminal."""
+        about = (
+            f"{self.minutes:.0f}"
+            if self.minutes >= 1.5
+            else "1"
+            if self.minutes > 0.5
+            else "less than 1"
+        )
+        plural = "" if about in ("1", "less than 1") else "s"
+        return (
+            f"{self.cells} cells of {self.contracts} contracts, {self.variants} variants,"
+            f" {self.objects} objects ({self.missing} to compile): about {about} minute{plural}"
+        )
+
+
+def estimate(
+    config: Config, device: Device, store: Store, jobs: int | None = None, workers: int = 1
+) -> Estimate:
+    """Expects a sweep of a config on a device: objects over compiling processes, checks and cells
+    over timing processes.
+    """
+    objects = plan_objects(config, device)
+    missing = sum(store.find(spec) is None for spec, _ in objects)
+    made = plan(config, device)
+    problems = [*config.problems(), *cells.held_out(config, ())]
+    kind = device.kind
+    checks = sum(len(decode) for decode, _ in made.values())
+    compiling = missing * _OBJECT_S[kind] / max(1, jobs or cpu_threads())
+    timing = sum(_cell_s(config, problem, device, *made[problem.contract]) for problem in problems)
+    seconds = compiling + _START_S[kind] + (checks * _CHECK_S[kind] + timing) / workers
+    return Estimate(
+        len(problems),
+        len(made),
+        len({v.id for decode, _ in made.values() for v in decode}),
+        len(objects),
+        missing,
+        round(seconds / 60, 2),
+    )
+
+
+def _cell_s(
+    config: Config,
+    problem: Problem,
+    device: Device,
+    decode: Sequence[Variant],
+    floors: Sequence[Variant],
+) -> float:
+    search = cells.effort(config, problem)
+    gb_s = device.peak_gb_s or min(_HOST_GB_S, _THREAD_GB_S * device.sm_count)
+    flushed = 0 if config.policy.l2 == "warm" else 2 * max(device.l2_bytes, 32 << 20)
+    call = 1.3 * sol.bytes_moved(problem) / (gb_s * 1e9)
+    sample = call + flushed / (gb_s * 1e9) + _SAMPLE_S[device.kind]
+    tried = len(decode) + len(kernels.at(problem, device, floors))
+    # all take half of the screen's samples, the better third the rest
+    screened = tried * search.screen_rounds * 2 / 3
+    leaders = 2 * min(search.keep, len(decode))
+    spent = (screened + leaders * search.final_rounds) * sample
+    return _CELL_S[device.kind] + min(spent, search.max_cell_seconds)

@@ -1,0 +1,114 @@
+"""`gdntune configs`, `config`, `sweep --dry-run` and its overrides, `table install` and `which`."""
+
+import json
+from pathlib import Path
+
+import platformdirs
+import pytest
+from typer.testing import CliRunner
+
+from gdntune import search
+from gdntune.cli.app import app
+from gdntune.device import gpus
+from gdntune.errors import UnknownName
+
+ROOT = Path(__file__).parents[2]
+TABLES = ROOT / "tables" / "nvidia-h100-80gb-hbm3"
+
+
+def run(*arguments):
+    """The command line, in this process."""
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_configs_and_show(tmp_path):
+    """Every name that is listed can be shown, and what is shown can be swept."""
+    rows = json.loads(run("configs", "--json").stdout)
+    names = [row["name"] for row in rows]
+    assert {"quickstart", "kimi-k3", "qwen3.5-4b", "qwen3.8-27b"} <= set(names)
+    for name in ("quickstart", "kimi-k3"):
+        out = tmp_path / f"{name}.yaml"
+        assert run("config", "show", name, "-o", out).exit_code == 0
+        shown = run("sweep", out, "--dry-run", "--device", "cpu", "--batch", "1")
+        assert shown.exit_code == 0 and " cells of " in shown.stdout
+
+
+def test_from_hf(tmp_path):
+    """A config.json becomes a config; another model's is refused."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"linear_num_key_heads": 16, "linear_num_value_heads": 48}))
+    made = run("config", "from-hf", file, "--name", "mine")
+    assert made.exit_code == 0 and "model: {H: 16, HV: 48, K: 128, V: 128}" in made.stdout
+    file.write_text(json.dumps({"linear_num_key_heads": 16, "linear_key_head_dim": 80}))
+    assert run("config", "from-hf", file).exit_code == 2
+    file.write_text("{}")
+    assert run("config", "from-hf", file).exit_code == 2
+
+
+def test_dry_run_writes_nothing(tmp_path, monkeypatch):
+    """--dry-run says cells, variants, objects and minutes, and sweeps nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search, "sweep", lambda *_, **__: 1 / 0)
+    said = run("sweep", "quickstart", "--dry-run", "--device", "cpu", "--json", "--batch", "1,4")
+    found = json.loads(said.stdout)
+    assert found["config"] == "quickstart.b1-4" and found["cells"] == 8
+    assert 0 < found["minutes"] < 60 and found["missing"] <= found["objects"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "option, said",
+    [
+        (("--batch", "0"), "--batch '0': expected whole numbers"),
+        (("--batch", "1,1"), "each once"),
+        (("--tokens", "x"), "--tokens 'x'"),
+        (("--heads", "3,4"), "HV a multiple of H"),
+        (("--heads", "4"), "expected H,HV"),
+    ],
+)
+def test_refused_overrides(option, said):
+    """A wrong override is one message and exit code 2."""
+    result = run("sweep", "quickstart", "--dry-run", "--device", "cpu", *option)
+    assert result.exit_code == 2 and said in result.stderr
+
+
+def test_install(tmp_path, monkeypatch):
+    """A table goes where the runtime looks, for each of its ops; one that was there is kept."""
+    monkeypatch.setattr(platformdirs, "user_data_dir", lambda _: str(tmp_path / "data"))
+    source = TABLES / "gdn_decode.json"
+    target = tmp_path / "data" / "tables" / TABLES.name / "gdn_decode.json"
+    assert run("table", "install", source).exit_code == 0
+    assert target.read_bytes() == source.read_bytes()
+    again = run("table", "install", source)
+    assert again.exit_code == 0 and target.with_name("gdn_decode.json.before").exists()
+    (tmp_path / "empty").mkdir()
+    refused = run("table", "install", tmp_path / "empty")
+    assert refused.exit_code == 2 and "has no table.json" in refused.stderr
+
+
+def test_which(tmp_path, monkeypatch):
+    """A GPU's own table is named plainly; one of another memory class with a warning."""
+    monkeypatch.setattr(platformdirs, "user_data_dir", lambda _: str(tmp_path))
+    own = run("table", "which", "--gpu", "NVIDIA H100 80GB HBM3").stdout
+    assert "shipped for NVIDIA H100 80GB HBM3\n" in own and "GDDR" not in own
+    other = json.loads(run("table", "which", "--gpu", "l40s", "--json").stdout)
+    assert "which has HBM and not GDDR" in str(other["tables"][0]["warnings"])
+    assert run("table", "which", "--gpu", "h100").exit_code == 2
+
+
+def test_gpus_by_name():
+    """Each is found by its whole name, and has a datasheet's bandwidth."""
+    for name in gpus.GPUS:
+        found = gpus.named(name)
+        assert found.name == name and found.peak_gb_s
+    assert gpus.named("H20").sm_count == 78
+    with pytest.raises(UnknownName, match="no GPU is known as 'h100' .it may be NVIDIA H100 PCIe"):
+        gpus.named("h100")
+
+
+def test_help_reflows():
+    """Fault: lines of a docstring that were wrapped at 100 columns were wrapped again at 80."""
+    shown = CliRunner().invoke(app, ["sweep", "--help"], env={"COLUMNS": "80"}).output
+    text = [line.strip() for line in shown.split("Arguments")[0].splitlines()]
+    assert any("sweep that was stopped goes on" in line for line in text)
+    assert " ".join(filter(None, text)).count("A sweep that was stopped") == 1
