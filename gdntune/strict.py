@@ -3,9 +3,11 @@ and what is accepted.
 """
 
 import difflib
+import json
+import math
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
@@ -20,6 +22,10 @@ _WORDS = {
     "float": "a number",
     "bool": "true or false",
 }
+# Where a document says its schema and who wrote it; a table's rules are hundreds of kilobytes.
+_HEAD = 4096
+# No key of a document: what `refuse_odd_json` notes an object's double key under.
+_MARK = "\0twice"
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 _short.maxdict = _short.maxlist = 4
@@ -58,6 +64,72 @@ def decode(
     raise error(f"{source}: not what was expected")
 
 
+def refuse_newer(data: bytes, schema: str, source: str, error: type[GdntuneError]) -> None:
+    """Raises `error` for a JSON object of another schema than `schema`, as `gdntune.table/1`."""
+    name, _, version = schema.rpartition("/")
+    found = re.search(rb'"schema"\s*:\s*"' + name.encode() + rb'/(\d+)"', data[:_HEAD])
+    if found is None or int(found[1]) <= int(version):
+        return
+    by = re.search(rb'"gdntune"\s*:\s*"([^"]*)"', data[:_HEAD])
+    writer = f"gdntune {by[1].decode(errors='replace')}" if by else "a newer gdntune"
+    raise error(
+        f"{source}: {name}/{found[1].decode()} was written by {writer}; gdntune"
+        f" {installed()} reads {name} up to {version}: install that version or a later one"
+        " (pip install -U gdntune)"
+    )
+
+
+def installed() -> str:
+    """The version of this gdntune, as it is installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("gdntune")
+    except metadata.PackageNotFoundError:
+        return "from a checkout"
+
+
+def refuse_odd_json(data: bytes, source: str, error: type[GdntuneError]) -> None:
+    """Raises `error`, with the path in the document, for what JSON decoders disagree on: a key that
+    stands twice in an object, NaN and Infinity. Other faults are left to `decode`.
+    """
+    twice: list[str] = []
+
+    def paired(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            found[_MARK] = next(key for key in keys if keys.count(key) > 1)
+            twice.append(found[_MARK])
+        return found
+
+    try:
+        raw = json.loads(data, object_pairs_hook=paired)
+    except (ValueError, RecursionError):
+        return
+    if twice:
+        path, key = next(_where(raw, lambda v: isinstance(v, dict) and _MARK in v))
+        raise error(f"{source}: {path} has the key `{key[_MARK]}` twice: leave one of them")
+    for path, value in _where(raw, lambda v: isinstance(v, float) and not math.isfinite(v)):
+        raise error(f"{source}: {path} is {value}: expected a finite number")
+
+
+def _where(value: Any, fits: Callable[[Any], bool], path: str = "$") -> Iterator[tuple[str, Any]]:
+    """Each value that fits, with its path."""
+    if fits(value):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _where(inner, fits, path + _key_step(key))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from _where(inner, fits, f"{path}[{i}]")
+
+
+def _key_step(key: str) -> str:
+    return f".{key}" if key.isidentifier() else f"[{key!r}]"
+
+
 def fault(raw: Any, kind: Any, message: str, path: str = "$") -> str:
     """msgspec's `message` on `raw`, which is no `kind`, with what it leaves out."""
     found = re.fullmatch(r"(?s)(.*?)(?: - at (?:(`key`) in )?`\$(.*?)`)?", message)
@@ -66,6 +138,8 @@ def fault(raw: Any, kind: Any, message: str, path: str = "$") -> str:
     )
     for step in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", below):
         name, index = step
+        if name and (tags := _tags(kind, name)):
+            return f"{path}.{name} is {short(raw[name])}: expected one of {listed(tags)}"
         if index == "...":  # the path of a mapping's entry, which msgspec does not name
             return _entry_fault(raw, _argument(kind, raw, -1), what, path)
         kind = _field_kind(kind, raw, name) if name else _argument(kind, raw, 0)
@@ -125,10 +199,15 @@ def _entry_fault(raw: dict[str, Any], kind: Any, what: str, path: str) -> str:
         try:
             msgspec.convert(value, kind)
         except msgspec.ValidationError as e:
-            return fault(
-                value, kind, str(e), path + (f".{key}" if key.isidentifier() else f"[{key!r}]")
-            )
+            return fault(value, kind, str(e), path + _key_step(key))
     return f"{path}: {what}"
+
+
+def _tags(kind: Any, field: str) -> list[Any]:
+    """The values of a union's tag, where `field` is that."""
+    members = [m for m in _members(kind, None) if _is_struct(m)]
+    configs = [m.__struct_config__ for m in members]
+    return [c.tag for c in configs if c.tag is not None and c.tag_field == field]
 
 
 def _is_struct(kind: Any) -> bool:

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "gdntune"
 # From the ground up: what stands in a row imports only from rows before it, and from its own.
 ORDER = (
     "errors",
+    "files",
     "strict",
     "problem",
     "device",

@@ -25,6 +25,7 @@ from filelock import FileLock
 
 from gdntune.device.arch import Device
 from gdntune.errors import BuildError, ToolMissing
+from gdntune.files import write_whole
 from gdntune.kernels.fingerprint import fingerprint
 from gdntune.kernels.spec import Kernel, Variant
 from gdntune.problem import Contract
@@ -139,18 +140,8 @@ def file_sha256(path: Path) -> str:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as f:
-            f.write(data)
-        # mkstemp makes a file for its owner alone
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    """As `files.write_whole`."""
+    write_whole(path, data)
 
 
 class Store:

@@ -19,11 +19,12 @@ import msgspec
 
 from gdntune import strict
 from gdntune.device.arch import Device
-from gdntune.errors import JournalError, Locked, no_folder
+from gdntune.errors import JournalError, Locked, listed, no_folder
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.results.workload import Load
 
+SCHEMA = "gdntune.journal/1"
 FILE = "journal.jsonl"
 LOCK = ".lock"
 HOLDER = "holder.json"
@@ -454,6 +455,8 @@ def _parse(data: bytes, path: Path) -> tuple[Run, list[Record]]:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             if number == 1:
                 _refuse_others(data, path)
+                strict.refuse_newer(line, SCHEMA, str(path), JournalError)
+            _refuse_unknown_kind(line, number, path)
             try:
                 strict.decode(
                     line, Run | Build | Check | Trial | Cell, f"{path}: line {number}", JournalError
@@ -470,6 +473,19 @@ def _parse(data: bytes, path: Path) -> tuple[Run, list[Record]]:
                 f"{path}: line {number}: a run's header must be the first line and no other"
             )
     return records[0], records[1:]
+
+
+def _refuse_unknown_kind(line: bytes, number: int, path: Path) -> None:
+    """JournalError for a record that a newer version may write: to cut it out would lose it."""
+    found = re.match(rb'{"kind" ?: ?"([^"]*)"', line)
+    kinds = [k.__struct_config__.tag for k in (Run, Build, Check, Trial, Cell)]
+    if found and (kind := found[1].decode(errors="replace")) not in kinds:
+        raise JournalError(
+            f"{path}: line {number}: a record of kind {strict.short(kind)}, which gdntune"
+            f" {strict.installed()} does not know (expected one of {listed(kinds)}): a newer gdntune"
+            " wrote it, so read the journal with that version or a later one (pip install -U"
+            " gdntune); if the line is damaged, restore the file"
+        )
 
 
 def _whole(data: bytes, path: Path) -> bytes:

@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,11 +19,14 @@ import msgspec
 from gdntune import strict
 from gdntune.device.arch import Device
 from gdntune.errors import JournalError, TableError, UnsupportedProblem, listed
+from gdntune.files import write_whole
 from gdntune.kernels.spec import Variant
 from gdntune.problem import ITEMSIZE, Contract, contract_fault
 from gdntune.sol import Bound
 
-WorkUnits = Annotated[int, msgspec.Meta(ge=1)]
+SCHEMA = "gdntune.table/1"
+# The runtime computes them in 64 bits.
+WorkUnits = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Micros = Annotated[float, msgspec.Meta(gt=0)]
 
 # Without these equal a variant's tile and vector sizes mean something else, so a rule says nothing.
@@ -264,7 +266,9 @@ def refuse_tables(paths: Iterable[Path]) -> None:
 
 
 def validate(data: bytes, source: str = "<table>") -> Table:
-    """The table in JSON; TableError names source, JSON path, value and what is accepted."""
+    """The table in JSON; TableError names source, JSON path, value and what is expected."""
+    strict.refuse_newer(data, SCHEMA, source, TableError)
+    strict.refuse_odd_json(data, source, TableError)
     table: Table = strict.decode(
         data, Table, source, TableError, "a JSON file that `gdntune sweep` wrote"
     )
@@ -277,27 +281,35 @@ def save(table: Table, path: str | os.PathLike[str]) -> None:
     """Writes a table whole or not at all, equal tables byte for byte equally; TableError where it
     is not valid or cannot be written.
     """
-    path = Path(path)
-    data = msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n"
+    data = _text(table)
     validate(data, str(path))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(descriptor)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_whole(path, data)
     except OSError as e:
         raise TableError(
             f"{path}: not written: {e.strerror or e}; what stood there still does"
         ) from e
+
+
+def _text(table: Table) -> bytes:
+    """JSON with a line an interval and a variant, so that a diff of two tables shows choices."""
+    whole = msgspec.to_builtins(table)
+    variants, rules = whole.pop("variants"), whole.pop("rules")
+    head = msgspec.json.format(msgspec.json.encode(whole), indent=1).decode()
+    lines = [f'  {_line(name)}: {_line(variant)}' for name, variant in variants.items()]
+    shown = []
+    for rule in rules:
+        intervals = ",\n".join(f"    {_line(interval)}" for interval in rule["intervals"])
+        shown.append(f'  {{"when": {_line(rule["when"])},\n   "intervals": [\n{intervals}]}}')
+    between = ",\n"
+    return (
+        f'{head.removesuffix("}").rstrip()},\n "variants": {{\n{between.join(lines)}\n }},\n'
+        f' "rules": [\n{between.join(shown)}\n ]\n}}\n'
+    ).encode()
+
+
+def _line(value: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
 
 
 def stale(table: Table, fingerprints: Mapping[str, str]) -> list[str]:

@@ -530,3 +530,19 @@ def test_a_published_journal_is_read_as_xz(tmp_path):
     packed.write_bytes(packed.read_bytes()[:-9])
     with pytest.raises(JournalError, match=r"published\.jsonl\.xz.*xz"):
         journal.read(packed)
+
+
+def test_records_of_a_newer_version(tmp_path):
+    """Fault: an unknown kind was `accepted are ;`, and of a newer schema the advice was to restore
+    the file.
+    """
+    with Journal.open(tmp_path, RUN) as j:
+        path = j.path
+    header = path.read_bytes()
+    path.write_bytes(header + b'{"kind":"power","watts":3}\n')
+    with pytest.raises(JournalError, match="line 2: a record of kind 'power', .* a newer gdntune wrote it"):
+        journal.read(path)
+    newer = header.replace(b"gdntune.journal/1", b"gdntune.journal/2")
+    path.write_bytes(newer)
+    with pytest.raises(JournalError, match="gdntune.journal/2 was written by .*pip install -U gdntune"):
+        journal.read(path)

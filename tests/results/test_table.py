@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -14,6 +15,7 @@ from gdntune.device.arch import target
 from gdntune.errors import TableError, UnsupportedProblem
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract
+from gdntune import files
 from gdntune.results import table
 from gdntune.results.table import Table
 
@@ -108,7 +110,9 @@ def refused(raw):
 FIRST = ("rules", 0, "intervals", 0)
 SECOND = ("rules", 0, "intervals", 1)
 REFUSED = {
-    "schema": (changed("schema", "gdntune.table/2"), "$.schema is 'gdntune.table/2'", "gdntune.table/1"),
+    "schema": (changed("schema", "gdntune.table"), "$.schema is 'gdntune.table'", "gdntune.table/1"),
+    "newer": (changed("schema", "gdntune.table/2"), "gdntune.table/2 was written by a newer gdntune", "pip install -U gdntune"),
+    "work units beyond 64 bits": (changed(*SECOND, "from", 2**63), "$.rules[0].intervals[1].from is 9223372036854775808", "<= 9223372036854775807"),
     "missing key": (changed("kernels", ...), "$ lacks the key `kernels`", "schema, device"),
     "unknown key": (changed("rule", []), "$ has the unknown key `rule` (did you mean `rules`?)", "schema, device"),
     "unknown contract key": (changed("rules", 0, "when", "B", 1), "$.rules[0].when has the unknown key `B`", "op, tokens"),
@@ -144,6 +148,27 @@ def test_refused(raw, where, accepted):
     message = refused(raw)
     assert message.startswith(f"t.json: {where}")
     assert accepted in message
+
+
+def test_a_newer_version_is_named():
+    """Fault: a table of a newer schema was `accepted are gdntune.table/1`, which names no remedy."""
+    raw = changed("schema", "gdntune.table/2")
+    raw["software"]["gdntune"] = "9.1"
+    assert "written by gdntune 9.1; gdntune " in refused(raw)
+
+
+def test_json_that_decoders_disagree_on():
+    """Fault: a key that stood twice loaded, by its last value; NaN had a byte's offset alone."""
+    text = json.dumps(VALID)
+    twice = text.replace('"intervals": [{"from": 1,', '"intervals": [{"from": 9, "from": 1,', 1)
+    with pytest.raises(TableError, match=r"t: \$\.rules\[0\]\.intervals\[0\] has the key `from` twice"):
+        table.validate(twice.encode(), "t")
+    with pytest.raises(TableError, match=r"t: \$ has the key `schema` twice"):
+        table.validate(b'{"schema": 1,' + text[1:].encode(), "t")
+    for number in ("NaN", "Infinity", "-Infinity", "1e999"):
+        odd = re.sub(r'"time_us": [\d.]+', f'"time_us": {number}', text, count=1)
+        with pytest.raises(TableError, match=r"\$\.rules\[0\]\.intervals\[0\]\.evidence\[0\]\.time_us is -?(nan|inf): expected"):
+            table.validate(odd.encode(), "t")
 
 
 @pytest.mark.parametrize(
@@ -333,7 +358,7 @@ def test_a_failed_save_leaves_the_old_table(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as m:
-        m.setattr(table.os, "fsync", full)
+        m.setattr(files.os, "fsync", full)
         with pytest.raises(TableError, match="not written: No space left on device; what stood there still does"):
             table.save(t, path)
     origin = msgspec.structs.replace(t.evidence, regret_max=float("nan"))
@@ -342,6 +367,25 @@ def test_a_failed_save_leaves_the_old_table(tmp_path, monkeypatch):
             table.save(msgspec.structs.replace(t, **wrong), path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_a_line_an_interval(tmp_path):
+    """A diff of two tables shows choices: an interval, and a variant, has a line of its own."""
+    table.save(read(VALID), tmp_path / "t.json")
+    text = (tmp_path / "t.json").read_text()
+    lines = [line for line in text.splitlines() if '"from":' in line]
+    assert len(lines) == sum(len(r["intervals"]) for r in VALID["rules"])
+    assert all(line.count('"from":') == 1 for line in lines)
+    assert table.load(tmp_path / "t.json") == read(VALID)
+
+
+def test_shipped_tables_are_as_saved(tmp_path):
+    """The shipped tables have the form that `save` writes, and every value survives it."""
+    for path in sorted((Path(__file__).parents[2] / "tables").glob("*/*.json")):
+        loaded = table.load(path)
+        table.save(loaded, tmp_path / "t.json")
+        assert (tmp_path / "t.json").read_bytes() == path.read_bytes()
+        assert json.loads(path.read_bytes()) == json.loads(msgspec.json.encode(loaded))
 
 
 def test_load_of_no_file(tmp_path):
