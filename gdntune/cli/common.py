@@ -2,7 +2,10 @@
 only.
 """
 
+import errno
 import functools
+import io
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -84,17 +87,35 @@ Bundles = Annotated[
 ]
 
 
+_DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+
+
+def _escape_what_streams_cannot_say() -> None:
+    """A path with an accent is printed escaped where the terminal's encoding lacks it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def refusing(function: F) -> F:
     """A command whose gdntune errors are one message on stderr and exit code 2."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        _escape_what_streams_cannot_say()
         try:
             return function(*args, **kwargs)
         except GdntuneError as e:
             typer.echo(f"gdntune: {e}", err=True)
             raise typer.Exit(WRONG_USE) from None
         except OSError as e:
+            if e.filename is None and e.errno in _DISK_FULL:
+                # The interpreter would try again when it ends, and complain in its own words.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                typer.echo(
+                    f"gdntune: standard output: {e.strerror}; write to another disk", err=True
+                )
+                raise typer.Exit(WRONG_USE) from None
             if e.filename is None:
                 raise  # a closed pipe, say: nothing that the command names
             typer.echo(

@@ -38,7 +38,7 @@ def report_(
         typer.Option(
             help=(
                 "Write to this file, or folder, instead of the terminal; html and folders go beside"
-                " the first RUN."
+                " RUN where that is a sweep's folder, else into the current one."
             )
         ),
     ] = None,
@@ -113,7 +113,7 @@ def report_(
         )
     if form == "html" and out is None:
         # A page is of no use in a terminal.
-        out = runs[0] / "report.html" if runs[0].is_dir() else _beside(runs[0], ".html")
+        out = _beside(runs[0], ".html")
         typer.echo(f"{out}")
     text = made.markdown() if form == "md" else made.csv() if form == "csv" else made.html()
     if out is None:
@@ -142,10 +142,15 @@ def _refuse_empty(runs: list[Path], made: "Report") -> None:
 
 
 def _beside(run: Path, suffix: str) -> Path:
-    """In a run's folder, or beside a journal by its name."""
-    if run.is_dir():
-        return run / suffix.removeprefix("-")
-    return run.parent / f"{run.name.partition('.jsonl')[0]}{suffix}"
+    """In a sweep's folder, else in the current one: where a single journal lies (a checkout, a
+    download) is no place for reports.
+    """
+    from gdntune.results.journal import FILE
+
+    if run.is_dir() or run.name == FILE:
+        folder = run if run.is_dir() else run.parent
+        return folder / (f"report{suffix}" if suffix.startswith(".") else suffix.removeprefix("-"))
+    return Path(f"{run.name.partition('.jsonl')[0]}{suffix}")
 
 
 def _export(made: "Report", form: str, folder: Path) -> None:

@@ -2,6 +2,7 @@
 from. Needs no device.
 """
 
+import difflib
 import fnmatch
 import os
 import statistics
@@ -55,15 +56,16 @@ def replay(
     }
     for pattern in without:
         if not fnmatch.filter(timed, pattern):
-            some = ", ".join(sorted(timed)[:3])
-            raise UnsupportedProblem(
-                f"without-variants {pattern!r} fits none of {len(timed)} variants: accepted are"
-                f" patterns such as *.tv8.* of ids such as {some}"
-            )
+            raise UnsupportedProblem(_fits_nothing(pattern, list(timed)))
 
     def admits(name: str) -> bool:
         return not any(fnmatch.fnmatchcase(name, pattern) for pattern in without)
 
+    if timed and not any(map(admits, timed)):
+        raise UnsupportedProblem(
+            f"without-variants {', '.join(without)}: these leave none of {len(timed)} variants to"
+            " choose from; leave fewer out"
+        )
     rule = (
         (lambda contract, work_units: default_id(contract, work_units, run.device) or "")
         if keep_default
@@ -81,6 +83,19 @@ def replay(
                 " neighbours' holds there"
             )
     return Replayed(table, run, notes)
+
+
+def _fits_nothing(pattern: str, names: Sequence[str]) -> str:
+    """Why a pattern fits no id, and one that does."""
+    inside = len(fnmatch.filter(names, f"*{pattern}*"))
+    if inside:
+        do = f"a pattern fits whole ids: '*{pattern}*' fits {inside}"
+    else:
+        part = sorted({part for name in names for part in name.split(".")[1:]})
+        near = difflib.get_close_matches(pattern.strip("*."), part, n=3, cutoff=0.5)
+        patterns = " or ".join(f"'*.{p}*'" for p in near) or "one such as '*.tv8.*'"
+        do = f"give {patterns}, of ids such as {', '.join(sorted(names)[:3])}"
+    return f"without-variants {pattern!r} fits none of the {len(names)} variants timed: {do}"
 
 
 # -- judge
@@ -231,8 +246,10 @@ def held_out(records: Sequence[Record], run: Run) -> Judgement:
     aside = set(marked(records))
     if not aside:
         raise UnsupportedProblem(
-            "the journal has no held-out cells: accepted are one of a config with search.held_out,"
-            " TABLE JOURNAL, or --hold-out every-second"
+            f"{run.config}, {run.started}: this sweep held no cells out to judge its table by"
+            " (search.held_out of its config). Judge another run's table on it (gdntune judge"
+            " TABLE JOURNAL), or derive tables from a part of it: --hold-out every-second, or"
+            " --share 0.25"
         )
     return judge(
         derive(records, run),

@@ -382,8 +382,10 @@ def test_report_forms(folder, tmp_path):
     assert refused(run("report", folder, "--out", tmp_path / "r.pdf"), "files of md, csv and html")
 
 
-def test_report_as_a_page(folder, tmp_path):
-    """HTML goes beside the run, or where --out says; never into the terminal."""
+def test_report_as_a_page(folder, tmp_path, monkeypatch):
+    """HTML goes into the sweep's folder, or where --out says; never into the terminal. Of a journal
+    that lies elsewhere it goes into the current folder.
+    """
     copy = tmp_path / "run"
     copy.mkdir()
     for name in ("journal.jsonl", "table.json"):
@@ -395,8 +397,10 @@ def test_report_as_a_page(folder, tmp_path):
     assert run("report", copy, "--out", tmp_path / "r.html").exit_code == 0
     assert (tmp_path / "r.html").read_text(encoding="utf-8") == page
     (copy / "journal.jsonl").rename(tmp_path / "one.jsonl")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     run("report", tmp_path / "one.jsonl", "--format", "html")
-    assert (tmp_path / "one.html").exists()
+    assert (tmp_path / "here" / "one.html").exists() and not (tmp_path / "one.html").exists()
 
 
 def test_report_against(folder):
