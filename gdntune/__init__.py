@@ -12,9 +12,9 @@ _PUBLIC = {
     "gated_delta_rule_decode": "gdntune.runtime.ops",
     "gated_delta_rule_packed_decode": "gdntune.runtime.ops",
     "kda_decode": "gdntune.runtime.ops",
-    "plan": "gdntune.runtime.ops",
-    "prepare": "gdntune.runtime.ops",
-    "load_table": "gdntune.runtime.ops",
+    "plan": "gdntune.runtime.loading",
+    "prepare": "gdntune.runtime.loading",
+    "load_table": "gdntune.runtime.loading",
     "Contract": "gdntune.problem",
     "Problem": "gdntune.problem",
     "GdntuneError": "gdntune.errors",
@@ -28,7 +28,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module 'gdntune' has no attribute {name!r}: it has {', '.join(sorted(_PUBLIC))}"
         )
-    return getattr(import_module(_PUBLIC[name]), name)
+    # kept here, so that the next look costs nothing
+    found = globals()[name] = getattr(import_module(_PUBLIC[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -125,27 +125,26 @@ def contract_fault(c: Any) -> str | None:
     one legality function.
     """
     if not isinstance(c, Contract):
-        return f"the contract is of type {type(c).__name__}: accepted is a gdntune.Contract"
+        return f"the contract is of type {type(c).__name__}: expected a gdntune.Contract"
     for name, accepted in TYPES.items():
         value = getattr(c, name)
         if not isinstance(value, str) or value not in accepted:
-            return f"{shown(name, value)}: accepted are {listed(accepted)}"
+            return f"{shown(name, value)}: expected one of {listed(accepted)}"
     # msgspec checks what it decodes, not what Python constructs
     for name, kind in PLAIN_TYPES.items():
         value = getattr(c, name)
         if type(value) is not kind:
-            return f"{shown(name, value)}: accepted is {kind.__name__}"
+            return f"{shown(name, value)}: expected {kind.__name__}"
     if not 1 <= c.tokens <= MAX_TOKENS:
         return (
-            f"tokens={c.tokens}: accepted are 1 to {MAX_TOKENS}; split longer runs into several"
-            " calls"
+            f"tokens={c.tokens}: expected 1 to {MAX_TOKENS}; split longer runs into several calls"
         )
     if c.K not in HEAD_SIZES_K:
-        return f"K={c.K}: accepted are {listed(HEAD_SIZES_K)}"
+        return f"K={c.K}: expected one of {listed(HEAD_SIZES_K)}"
     if c.V % 32 or not 32 <= c.V <= 512:
-        return f"V={c.V}: accepted are multiples of 32 from 32 to 512"
+        return f"V={c.V}: expected multiples of 32 from 32 to 512"
     if c.gate not in GATES[c.op]:
-        return f"gate={c.gate!r} with op={c.op}: accepted are {listed(GATES[c.op])}"
+        return f"gate={c.gate!r} with op={c.op}: expected one of {listed(GATES[c.op])}"
     if c.intermediate == "slots" and not c.pool:
         return (
             "intermediate='slots' without a pool: the slots are those of the pool; pass pool=True"
@@ -169,13 +168,13 @@ def check_contract(c: Contract) -> Contract:
 def problem_fault(p: Any) -> str | None:
     """Why a problem is not legal; None where it is."""
     if not isinstance(p, Problem):
-        return f"the problem is of type {type(p).__name__}: accepted is a gdntune.Problem"
+        return f"the problem is of type {type(p).__name__}: expected a gdntune.Problem"
     for name in ("B", "H", "HV"):
         value = getattr(p, name)
         if type(value) is not int:
-            return f"{shown(name, value)}: accepted is int"
+            return f"{shown(name, value)}: expected int"
         if value < 1:
-            return f"{name}={value}: accepted are integers from 1"
+            return f"{name}={value}: expected integers from 1"
     if p.HV % p.H:
         return (
             f"HV={p.HV}, H={p.H}: HV must be a multiple of H (each q/k head serves HV/H value"

@@ -50,7 +50,7 @@ def compiled_ahead(request, monkeypatch):
     if callspec is None or callspec.params.get("device") != "cpu":
         yield
         return
-    from gdntune.runtime import dispatch, ops
+    from gdntune.runtime import call, dispatch
 
     bind, bound = dispatch.Runtime.bind, set()
 
@@ -59,7 +59,7 @@ def compiled_ahead(request, monkeypatch):
         return bind(self, contract, **options)
 
     monkeypatch.setattr(dispatch.Runtime, "bind", recorded)
-    ops._BOUND.clear()
+    call.forget()
     yield
     missing = [c.key() for c in bound - _compiled_ahead()]
     assert not missing, (

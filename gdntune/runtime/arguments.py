@@ -8,7 +8,7 @@ argument that was, what was given and what is accepted.
 
 import math
 from collections.abc import Hashable, Iterator
-from numbers import Integral, Real
+from numbers import Complex, Number
 from typing import Any, get_args
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from gdntune.errors import GdntuneError, UnsupportedProblem, listed, shown
 from gdntune.kernels.spec import DECODE_ARGUMENTS
 from gdntune.problem import MAX_TOKENS, Contract, Layout
+from gdntune.runtime.memory import memory_fault
 
 # The public name of each argument of the calling convention.
 PUBLIC = {
@@ -42,10 +43,10 @@ def tensor_fault(name: str, x: Any) -> str | None:
     it is.
     """
     if not isinstance(x, torch.Tensor):
-        return f"{name} is of type {type(x).__name__}: accepted is a torch.Tensor"
+        return f"{name} is of type {type(x).__name__}: expected a torch.Tensor"
     if x.is_nested or x.layout is not torch.strided:
         return (
-            f"{name} is a {'nested' if x.is_nested else x.layout} tensor: accepted are dense ones"
+            f"{name} is a {'nested' if x.is_nested else x.layout} tensor: expected dense ones"
             " (torch.strided); ragged batches are packed rows with cu_seqlens"
         )
     return None
@@ -55,12 +56,12 @@ def rank_fault(q: Any, v: Any, state: Any) -> str | None:
     """What is wrong with the number of dimensions of the tensors that sizes are read off."""
     if q.dim() != 4 or v.dim() != 4:
         return (
-            f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: accepted are q [B, T, H, K] and v"
+            f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: expected q [B, T, H, K] and v"
             " [B, T, HV, V]"
         )
     if state.dim() != 4:
         return (
-            f"initial_state has shape {tuple(state.shape)}: accepted are [slots, HV, V, K] (k_last)"
+            f"initial_state has shape {tuple(state.shape)}: expected [slots, HV, V, K] (k_last)"
             " and [slots, HV, K, V] (v_last)"
         )
     return None
@@ -87,6 +88,8 @@ def explain(error: Exception, called: dict[str, Any], needed: str) -> None:
         and (fault := rank_fault(called["q"], called["v"], called["initial_state"]))
     ):
         faults = [fault]
+    if not faults:
+        faults = [fault for name, x in tensors.items() if (fault := memory_fault(name, x))]
     if faults:
         raise UnsupportedProblem("; ".join(faults)) from error
     check_static(**{name: called[name] for name in STATIC if name in called})
@@ -102,13 +105,11 @@ def check_static(
     """UnsupportedProblem for what decides the compiled object and is no tensor."""
     if not isinstance(state_layout, str) or state_layout not in get_args(Layout):
         raise UnsupportedProblem(
-            f"{shown('state_layout', state_layout)}: accepted are {listed(get_args(Layout))}"
+            f"{shown('state_layout', state_layout)}: expected one of {listed(get_args(Layout))}"
         )
-    if max_tokens is not None and not (
-        isinstance(max_tokens, Integral) and 1 <= int(max_tokens) <= MAX_TOKENS
-    ):
+    if max_tokens is not None and not _is_integer(max_tokens, 1, MAX_TOKENS):
         raise UnsupportedProblem(
-            f"{shown('max_tokens', max_tokens)}: accepted are 1 to {MAX_TOKENS}; split longer"
+            f"{shown('max_tokens', max_tokens)}: expected 1 to {MAX_TOKENS}; split longer"
             " requests into several calls"
         )
     _check_flags(batch_invariant=batch_invariant, disable_state_update=disable_state_update)
@@ -140,22 +141,30 @@ def check_numbers(
             "a finite number of at most 0",
         ),
     ):
-        if not isinstance(x, Real) or not least <= _float(x) <= most:
-            raise UnsupportedProblem(
-                f"{shown(name, x)}: accepted is {accepted}, within fp32's range"
-            )
-    if not isinstance(null_index, Integral) or not -(2**31) <= int(null_index) < 2**31:
+        if not least <= _float(x) <= most:
+            raise UnsupportedProblem(f"{shown(name, x)}: expected {accepted}, within fp32's range")
+    if not _is_integer(null_index, -(2**31), 2**31 - 1):
         raise UnsupportedProblem(
-            f"{shown('null_index', null_index)}: accepted is an int within int32's range"
+            f"{shown('null_index', null_index)}: expected an int within int32's range"
         )
     _check_flags(use_qk_l2norm=use_qk_l2norm, allow_neg_eigval=allow_neg_eigval)
 
 
-def _float(x: Real) -> float:
+def _float(x: Any) -> float:
+    """A number's value; NaN for what is none. Numbers that are equal are equally right, since the
+    records of calls, a dictionary, cannot tell 1 from True, 1.0 or 1+0j.
+    """
+    if not isinstance(x, Number) or (isinstance(x, Complex) and x.imag):
+        return math.nan
     try:
-        return float(x)
+        return float(x.real if isinstance(x, Complex) else x)  # type: ignore[arg-type]
     except OverflowError:
         return math.inf
+
+
+def _is_integer(x: Any, least: int, most: int) -> bool:
+    """Whether a number is a whole one of a range, whatever its type."""
+    return least <= _float(x) <= most and _float(x) == int(_float(x))
 
 
 def _check_flags(**flags: Any) -> None:
@@ -163,7 +172,7 @@ def _check_flags(**flags: Any) -> None:
         # 1 and numpy's True are flags too: a key of a dictionary, by which calls are found again,
         # cannot tell them from True
         if isinstance(x, torch.Tensor) or not isinstance(x, Hashable) or x not in (True, False):
-            raise UnsupportedProblem(f"{shown(name, x)}: accepted are True and False")
+            raise UnsupportedProblem(f"{shown(name, x)}: expected True or False")
 
 
 def public_name(name: str, contract: Contract) -> str:
@@ -232,9 +241,9 @@ def faults(contract: Contract, values: tuple[Any, ...]) -> Iterator[str]:
             continue  # by default the slot read is written: the caller has not passed it, and it is looked at already
         public, x = public_name(name, contract), arguments[name]
         if x is None:
-            yield f"{public} is None: accepted is a tensor {_shape(shape)}"
+            yield f"{public} is None: expected a tensor {_shape(shape)}"
             continue
-        if fault := tensor_fault(public, x):
+        if fault := tensor_fault(public, x) or memory_fault(public, x):
             yield fault
             continue
         given = (
@@ -242,24 +251,24 @@ def faults(contract: Contract, values: tuple[Any, ...]) -> Iterator[str]:
             f" {x.device}"
         )
         if x.device != device:
-            yield f"{given}: accepted is a tensor on {device}, where q is"
+            yield f"{given}: expected a tensor on {device}, where q is"
         elif x.dim() != len(shape) or any(
             isinstance(n, int) and n != m for n, m in zip(shape, x.shape, strict=True)
         ):
-            yield f"{given}: accepted is the shape {_shape(shape)}"
+            yield f"{given}: expected the shape {_shape(shape)}"
         elif shape and shape[0] == "HV or H" and x.shape[0] not in heads:
-            yield f"{given}: accepted is one row a value head or one a q/k head, {sorted(heads)}"
+            yield f"{given}: expected one row a value head or one a q/k head, {sorted(heads)}"
         elif fault := _stride_fault(name, x, contract):
             yield f"{given}: {fault}"
     for name in ("k", "v", "output"):
         if arguments[name] is not None and arguments[name].dtype != arguments["q"].dtype:
             yield (
-                f"{name} has dtype {arguments[name].dtype}: accepted is q's, {arguments['q'].dtype}"
+                f"{name} has dtype {arguments[name].dtype}: expected q's, {arguments['q'].dtype}"
             )
     x = arguments["intermediate"]
     if x is not None and x.dtype != arguments["state"].dtype:
         yield (
-            f"intermediate_states_buffer has dtype {x.dtype}: accepted is initial_state's,"
+            f"intermediate_states_buffer has dtype {x.dtype}: expected initial_state's,"
             f" {arguments['state'].dtype}"
         )
 
@@ -280,11 +289,11 @@ def _stride_fault(name: str, x: Any, contract: Contract) -> str | None:
     for d in range(x.dim() - 1, x.dim() - 1 - inner, -1):
         if x.shape[d] != 1 and x.stride(d) != expected:
             return (
-                f"accepted are contiguous inner dimensions (stride {expected} at dimension {d});"
+                f"expected contiguous inner dimensions (stride {expected} at dimension {d});"
                 " nothing is copied behind your back: call .contiguous() where a copy is meant"
             )
         expected *= x.shape[d]
-    if inner and contract is not None and x.is_cuda:
+    if inner:
         if x.data_ptr() % 16:
             return (
                 f"its address {x.data_ptr():#x} is not a multiple of 16 bytes, which kernels load"
@@ -328,7 +337,7 @@ def check_width(**indices: Any) -> None:
             low, high = int(x.min()), int(x.max())
             if low < -(2**31) or high >= 2**31:
                 raise UnsupportedProblem(
-                    f"{name} has values from {low} to {high}: accepted are those of int32 (found by"
+                    f"{name} has values from {low} to {high}: expected those of int32 (found by"
                     " GDNTUNE_CHECK=1)"
                 )
 
@@ -373,7 +382,7 @@ def _slot_conflicts(
         if names_slot(i) and i in seen and seen[i][0] != m:
             yield (
                 f"{seen[i][1]} is {i}, the slot that request {m} starts from: it may be read before"
-                " or after it is written; accepted are slots that no other request reads"
+                " or after it is written; expected slots that no other request reads"
             )
 
 
@@ -392,7 +401,7 @@ def _expanded(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
             if x.shape[d] > 1 and x.stride(d) == 0:
                 yield (
                     f"{public_name(name, c)} has stride 0 at dimension {d}, of size {x.shape[d]}:"
-                    " it is written, so accepted are tensors with memory for each row; call"
+                    " it is written, so expected tensors with memory for each row; call"
                     " .clone() where .expand() made it"
                 )
 
@@ -408,7 +417,7 @@ def _value_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
         for at, i in enumerate(indices):
             if i >= limit:
                 yield (
-                    f"{public_name(name, c)}[{at}] is {i}: accepted are 0 to {limit - 1} ({what}),"
+                    f"{public_name(name, c)}[{at}] is {i}: expected 0 to {limit - 1} ({what}),"
                     " or a negative index as padding"
                 )
 
@@ -431,26 +440,26 @@ def _value_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
         if len(set(used)) != len(used):
             yield (
                 "intermediate_state_indices names a row twice: two requests would write it;"
-                " accepted are distinct rows"
+                " expected distinct rows"
             )
     if c.accepted:
         columns = arguments["slot_index"].shape[1]
         for n, count in enumerate(lists("accepted")):
             if not 0 <= count <= columns:
                 yield (
-                    f"num_accepted_tokens[{n}] is {count}: accepted are 0 to {columns} (the columns"
+                    f"num_accepted_tokens[{n}] is {count}: expected 0 to {columns} (the columns"
                     " of ssm_state_indices)"
                 )
     if c.ragged:
         bounds, total = lists("cu_seqlens"), arguments["q"].shape[1]
         if bounds[0] != 0 or bounds[-1] > total:
             yield (
-                f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}: accepted is from 0 to at most"
+                f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}: expected from 0 to at most"
                 f" the {total} rows of q"
             )
         for n in range(len(bounds) - 1):
             if not 0 <= bounds[n + 1] - bounds[n] <= c.tokens:
                 yield (
-                    f"cu_seqlens gives request {n} {bounds[n + 1] - bounds[n]} tokens: accepted are"
+                    f"cu_seqlens gives request {n} {bounds[n + 1] - bounds[n]} tokens: expected"
                     f" 0 to max_tokens={c.tokens}"
                 )

@@ -23,6 +23,7 @@ from gdntune.objects.build import compile_objects
 from gdntune.objects.store import ObjectSpec, Store, object_spec
 from gdntune.problem import Contract, Op, check_contract
 from gdntune.results import table
+from gdntune.runtime import environment
 
 log = logging.getLogger("gdntune")
 
@@ -73,8 +74,7 @@ class Runtime:
 
     def __init__(self, device: Device, store: Store | None = None):
         self.device = device
-        bundles = [Path(b) for b in os.environ.get("GDNTUNE_BUNDLE", "").split(os.pathsep) if b]
-        self.store = store or Store(bundles=bundles)
+        self.store = store or Store(bundles=environment.bundles())
         self._sources: dict[str, Source | None] = {}
         self._bound: dict[tuple[Contract, bool], Bound] = {}
 
@@ -111,7 +111,7 @@ class Runtime:
         return loaded
 
     def _find(self, op: Op) -> Source | None:
-        if given := os.environ.get("GDNTUNE_TABLE"):
+        if given := environment.given_table():
             loaded = self._given(given)
             if any(rule.when.op == op for rule in loaded.rules):
                 return Source(loaded, Path(given), "GDNTUNE_TABLE")
@@ -282,5 +282,5 @@ class Bound:
 def runtime(kind: str, index: int = 0) -> Runtime:
     """This process's runtime of a device: `cuda` and its index, or `cpu`."""
     if kind not in ("cuda", "cpu"):
-        raise UnsupportedProblem(f"tensors are on {kind}: accepted are cuda and cpu")
+        raise UnsupportedProblem(f"tensors are on {kind}: expected cuda or cpu")
     return Runtime(detect(kind, index))  # type: ignore[arg-type]

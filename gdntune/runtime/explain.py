@@ -26,9 +26,7 @@ def explanation(
     the runtime calls on the device at hand.
     """
     if work_units < 1:
-        raise UnsupportedProblem(
-            f"work units (B*HV) are {work_units}: accepted are integers from 1"
-        )
+        raise UnsupportedProblem(f"work units (B*HV) are {work_units}: expected integers from 1")
     if table_path is not None:
         found = table.load(table_path)
         kernels.check_names(map(found.variant, found.variants), str(table_path))

@@ -13,7 +13,7 @@ from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.results import table
 from gdntune.results.table import Interval, Origin, Rule, Table, TableVariant
-from gdntune.runtime import dispatch, ops
+from gdntune.runtime import dispatch
 from gdntune.runtime.dispatch import Runtime
 
 CONTRACT = Contract(state_dtype="fp32")
@@ -201,7 +201,7 @@ def test_without_cuda_the_api_speaks_its_own_words(places, monkeypatch):
     answered in a config's words.
     """
     monkeypatch.setattr(arch, "cuda_fault", lambda index=0: "no CUDA device: none")
-    monkeypatch.setattr(ops, "runtime", dispatch.runtime.__wrapped__)
+    monkeypatch.setattr(dispatch, "runtime", dispatch.runtime.__wrapped__)
     path = places / "given.json"
     table.save(a_table(arch.target("sm_90a"), Contract(), "recurrent"), path)
     with pytest.raises(ToolMissing) as e:

@@ -21,7 +21,8 @@ from gdntune.checking import reference
 from gdntune.checking.cases import make_case
 from gdntune.checking.check import Truth
 from gdntune.problem import Contract, Problem
-from gdntune.runtime import dispatch, ops
+from gdntune.runtime import call as calls
+from gdntune.runtime import dispatch
 
 PLAIN = Contract(state_dtype="fp32")
 BF16 = Contract()
@@ -596,7 +597,7 @@ def test_first_call_in_serving(device, monkeypatch):
         raise AssertionError("compiled in serving")
 
     monkeypatch.setattr(dispatch, "compile_objects", compiled)
-    ops._BOUND.clear()
+    calls.forget()
     for B in (1, 7, 64, 300):
         call(make_case(Problem(contract, B, 1, 2), device))
     call(make_case(Problem(PLAIN, 3, 1, 2), device))

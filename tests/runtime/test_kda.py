@@ -273,30 +273,30 @@ def kda(gate="softplus", **changes):
 
 
 REFUSALS = {
-    "A_log alone": ({"dt_bias": None}, "A_log and dt_bias: accepted are both .* or neither"),
-    "dt_bias alone": ({"A_log": None}, "A_log and dt_bias: accepted are both .* or neither"),
+    "A_log alone": ({"dt_bias": None}, "A_log and dt_bias: expected both .* or neither"),
+    "dt_bias alone": ({"A_log": None}, "A_log and dt_bias: expected both .* or neither"),
     "lower_bound of a log decay": ({"A_log": None, "dt_bias": None, "lower_bound": -5.0}, "lower_bound without A_log and dt_bias"),
-    "no beta": ({"b": None}, r"beta: accepted is b \(a logit\) or beta"),
-    "both betas": ({"beta": torch.zeros(3, 1, 4)}, r"beta: accepted is b \(a logit\) or beta"),
+    "no beta": ({"b": None}, r"beta: expected b \(a logit\) or beta"),
+    "both betas": ({"beta": torch.zeros(3, 1, 4)}, r"beta: expected b \(a logit\) or beta"),
     "A_log heads": ({"A_log": torch.zeros(3)}, r"A_log has shape \(3,\).*\[4\] .* or \[2\]"),
     "A_log of one": ({"A_log": torch.zeros(1)}, r"A_log has shape \(1,\).*\[4\] .* or \[2\]"),
     "A_log of no dimension": ({"A_log": torch.tensor(0.0)}, r"A_log has shape \(\).*\[4\] .* or \[2\]"),
     "A_log of four dimensions": ({"A_log": torch.zeros(1, 1, 4, 1)}, r"A_log has shape \(1, 1, 4, 1\).*\[4\] .* or \[2\]"),
-    "A_log dtype": ({"A_log": torch.zeros(4, dtype=torch.float64)}, "A_log has dtype torch.float64: accepted are"),
+    "A_log dtype": ({"A_log": torch.zeros(4, dtype=torch.float64)}, "A_log has dtype torch.float64: expected one of"),
     "dt_bias heads": ({"dt_bias": torch.zeros(3, K)}, r"dt_bias \(3, 128\).*\[4, 128\] or \[2, 128\]"),
-    "dt_bias of each head": ({"dt_bias": torch.zeros(4)}, r"dt_bias has shape \(4,\): accepted are \[HV, K\], \[H, K\] and these flat, K=128"),
+    "dt_bias of each head": ({"dt_bias": torch.zeros(4)}, r"dt_bias has shape \(4,\): expected \[HV, K\], \[H, K\] and these flat, K=128"),
     "dt_bias flat of other heads": ({"dt_bias": torch.zeros(3 * K)}, r"dt_bias \(3, 128\).*\[4, 128\] or \[2, 128\]"),
     "dt_bias of another K": ({"dt_bias": torch.zeros(4, 64)}, r"dt_bias has shape \(4, 64\).*128"),
-    "dt_bias dtype": ({"dt_bias": torch.zeros(4, K, dtype=torch.int32)}, "dt_bias has dtype torch.int32: accepted are"),
+    "dt_bias dtype": ({"dt_bias": torch.zeros(4, K, dtype=torch.int32)}, "dt_bias has dtype torch.int32: expected one of"),
     "g of each head": ({"g": torch.zeros(3, 1, 4)}, r"g has shape \(3, 1, 4\).*\[3, 1, 4, 128\]"),
     "g of q/k heads": ({"g": torch.zeros(3, 1, 2, K)}, r"g has shape \(3, 1, 2, 128\).*\[3, 1, 4, 128\]"),
-    "dt_bias of a list": ({"dt_bias": [0.0] * 512}, "dt_bias is of type list: accepted is a torch.Tensor"),
-    "q of an array beside a flat dt_bias": ({"q": torch.zeros(3, 1, 2, K).numpy(), "dt_bias": torch.zeros(4 * K)}, "q is of type ndarray: accepted is a torch.Tensor"),
-    "no K beside a flat dt_bias": ({"q": torch.zeros(3, 1, 2, 0), "dt_bias": torch.zeros(4 * K)}, r"dt_bias has shape \(512,\): accepted are .* K=0"),
-    "no g": ({"g": None}, "g is of type NoneType: accepted is a torch.Tensor"),
-    "g dtype": ({"g": torch.zeros(3, 1, 4, K, dtype=torch.float64)}, "g has dtype torch.float64: accepted are"),
+    "dt_bias of a list": ({"dt_bias": [0.0] * 512}, "dt_bias is of type list: expected a torch.Tensor"),
+    "q of an array beside a flat dt_bias": ({"q": torch.zeros(3, 1, 2, K).numpy(), "dt_bias": torch.zeros(4 * K)}, "q is of type ndarray: expected a torch.Tensor"),
+    "no K beside a flat dt_bias": ({"q": torch.zeros(3, 1, 2, 0), "dt_bias": torch.zeros(4 * K)}, r"dt_bias has shape \(512,\): expected .* K=0"),
+    "no g": ({"g": None}, "g is of type NoneType: expected a torch.Tensor"),
+    "g dtype": ({"g": torch.zeros(3, 1, 4, K, dtype=torch.float64)}, "g has dtype torch.float64: expected one of"),
     "beta per k": ({"b": torch.zeros(3, 1, 4, K)}, r"b has shape \(3, 1, 4, 128\).*\[3, 1, 4\]"),
-    "layout": ({"state_layout": "v_first"}, "state_layout='v_first': accepted are k_last, v_last"),
+    "layout": ({"state_layout": "v_first"}, "state_layout='v_first': expected one of k_last, v_last"),
 }  # fmt: skip
 
 
@@ -311,7 +311,7 @@ def test_refusals(name):
 def test_refusals_of_lower_bound(lower_bound):
     """No number, or one with which states grow without bound."""
     refused(
-        f"lower_bound={lower_bound!r}: accepted is a finite number of at most 0",
+        f"lower_bound={lower_bound!r}: expected a finite number of at most 0",
         kda,
         "lower_bound",
         lower_bound=lower_bound,

@@ -127,6 +127,19 @@ class Arguments {
       refuse("ValueError", "%s: a last stride of %lld was given, accepted is 1", name, (long long)r.stride[d - 1]);
     }
     r.data = static_cast<char*>(t->data) + t->byte_offset;
+    int64_t count = 1;
+    for (d = 0; d < t->ndim; d++) count *= t->shape[d];
+    if (!t->data && count) refuse("ValueError", "%s: a tensor without memory was given", name);
+    // as CUDA kernels, which load 16 bytes at once
+    if (contiguous && count && reinterpret_cast<uintptr_t>(r.data) % 16) {
+      refuse("ValueError", "%s: address %p was given, expected a multiple of 16 bytes", name, (void*)r.data);
+    }
+    for (d = 0; contiguous && d < t->ndim; d++) {
+      if (r.size[d] > 1 && r.stride[d] != 1 && r.stride[d] * r.bytes() % 16) {
+        refuse("ValueError", "%s: stride %lld at dimension %d was given, expected a multiple of 16 bytes", name,
+               (long long)r.stride[d], d);
+      }
+    }
     return r;
   }
 

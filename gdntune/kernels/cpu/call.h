@@ -41,11 +41,17 @@ struct Call {
   }
 };
 
-// Rows of a head must lie `pitch` apart: inner loops know no other distance.
+// Rows of a head must lie `pitch` apart: inner loops know no other distance. Heads must lie side by side, as CUDA
+// kernels ask of a pool.
 inline void require_whole_heads(const Tensor& t, Argument i, int64_t pitch) {
   if (t.stride[t.rank - 2] != pitch && t.size[t.rank - 2] > 1) {
     refuse("ValueError", "%s: rows %lld elements apart were given, accepted is %lld: each head contiguous", NAMES[i],
            (long long)t.stride[t.rank - 2], (long long)pitch);
+  }
+  const int64_t head = pitch * t.size[t.rank - 2];
+  if (t.stride[t.rank - 3] != head && t.size[t.rank - 3] > 1) {
+    refuse("ValueError", "%s: heads %lld elements apart were given, expected %lld: each slot contiguous", NAMES[i],
+           (long long)t.stride[t.rank - 3], (long long)head);
   }
 }
 
@@ -76,13 +82,13 @@ Call checked(const TVMFFIAny* values, int count) {
   c.v = given.tensor(VALUE, floating, "[B, T, HV, V]", {&batch, &c.T, &c.HV, &c.V}, true);
   c.output = given.tensor(OUTPUT, floating, "[B, T, HV, V]", {&batch, &c.T, &c.HV, &c.V}, true);
   c.by_key = given.rank(A) == 4;
-  if (c.by_key) c.a = given.tensor(A, floating, "[B, T, HV, K]", {&batch, &c.T, &c.HV, &K});
+  if (c.by_key) c.a = given.tensor(A, floating, "[B, T, HV, K]", {&batch, &c.T, &c.HV, &K}, true);
   else c.a = given.tensor(A, floating, "[B, T, HV]", {&batch, &c.T, &c.HV});
   c.b = given.tensor(B, floating, "[B, T, HV]", {&batch, &c.T, &c.HV});
 
   if (given.has(A_LOG)) c.A_log = given.tensor(A_LOG, floating, "[HV] or [H]", {nullptr});
   if (given.has(DT_BIAS)) {
-    if (c.by_key) c.dt_bias = given.tensor(DT_BIAS, floating, "[HV, K] or [H, K]", {nullptr, &K});
+    if (c.by_key) c.dt_bias = given.tensor(DT_BIAS, floating, "[HV, K] or [H, K]", {nullptr, &K}, true);
     else c.dt_bias = given.tensor(DT_BIAS, floating, "[HV] or [H]", {nullptr});
   }
   for (const auto& [t, i] : {std::pair(&c.A_log, A_LOG), std::pair(&c.dt_bias, DT_BIAS)}) {

@@ -1,0 +1,38 @@
+"""The environment variables that the runtime reads, each in one place."""
+
+import os
+from pathlib import Path
+
+# Name and meaning; docs/runtime.md shows this table, and a test holds the two together.
+VARIABLES = {
+    "GDNTUNE_TABLE": "a table's file that goes before the user's and the shipped ones",
+    "GDNTUNE_BUNDLE": f"folders of compiled objects, separated by {os.pathsep!r}",
+    "GDNTUNE_CHECK": "1 checks indices, counts and duplicates at each call; it synchronises",
+    "GDNTUNE_LOG": "debug, info, warning or error: prints gdntune's log to stderr from that level",
+}
+
+
+def _get(name: str) -> str:
+    if name not in VARIABLES:
+        raise KeyError(name)
+    return os.environ.get(name, "")
+
+
+def given_table() -> str:
+    """The table that GDNTUNE_TABLE names; empty where it is not set."""
+    return _get("GDNTUNE_TABLE")
+
+
+def bundles() -> list[Path]:
+    """The folders that GDNTUNE_BUNDLE names."""
+    return [Path(b) for b in _get("GDNTUNE_BUNDLE").split(os.pathsep) if b]
+
+
+def checking() -> bool:
+    """Whether GDNTUNE_CHECK asks for the checks that read what lies on the device."""
+    return _get("GDNTUNE_CHECK") not in ("", "0")
+
+
+def log_level() -> str:
+    """The level that GDNTUNE_LOG names; empty where it is not set."""
+    return _get("GDNTUNE_LOG").lower()

@@ -1,0 +1,76 @@
+"""What is done before the first call: plans, preparing a contract, choosing a table."""
+
+import os
+
+from gdntune.device import arch
+from gdntune.errors import ToolMissing, UnsupportedProblem, shown
+from gdntune.problem import Contract, Problem, check_contract, problem_fault
+from gdntune.runtime import call, dispatch
+from gdntune.runtime.dispatch import Bound, Runtime
+
+
+def plan(problem: Problem, device: str = "cuda", index: int = 0) -> Bound:
+    """Binds a problem's contract and loads the function of its work units, so that the first call
+    compiles nothing.
+
+    device: `cuda`, the card by its index, or `cpu`. UnsupportedProblem for sizes or a contract that
+        no call can have.
+    """
+    if fault := problem_fault(problem):
+        raise UnsupportedProblem(fault)
+    bound = _runtime(device, index).bind(problem.contract)
+    bound.at(problem.work_units)
+    return bound
+
+
+def prepare(contract: Contract, device: str = "cuda", index: int = 0) -> Bound:
+    """Loads every function that a rule can choose for a contract; afterwards any batch can be
+    captured in a CUDA graph.
+    """
+    bound = _runtime(device, index).bind(check_contract(contract))
+    bound.load_all()
+    return bound
+
+
+def load_table(path: str | os.PathLike[str], device: str | None = None, index: int = 0) -> None:
+    """Makes a table the one in use, on its own kind of device unless another is named; TableError
+    where it cannot be trusted.
+    """
+    from gdntune.results import table
+
+    if not isinstance(path, str | os.PathLike):
+        raise UnsupportedProblem(
+            f"path is of type {type(path).__name__}: expected a str or a pathlib.Path of a"
+            " table's file"
+        )
+    if device is None:
+        of = table.load(path).device
+        given = f"{os.fspath(path)} was measured on {of.name}, of kind {of.kind}"
+        found = _runtime(
+            of.kind, index, given, "give a table of kind cpu; `gdntune sweep` makes one"
+        )
+    else:
+        found = _runtime(device, index)
+    found.use(path)
+    call.forget()
+
+
+def _runtime(
+    device: str, index: int, given: str = "device='cuda'", instead: str = "give device='cpu'"
+) -> Runtime:
+    """A device's runtime, as callers name it. Where there is no CUDA, what asked for it is `given`,
+    and they can do `instead`.
+    """
+    if not isinstance(device, str) or device not in ("cuda", "cpu"):
+        raise UnsupportedProblem(
+            f"{shown('device', device)}: expected 'cuda' or 'cpu'; index= names the card"
+        )
+    if type(index) is not int or index < 0 or (device == "cpu" and index):
+        accepted = (
+            "0 on the CPU" if device == "cpu" else "an int from 0, torch's number of the card"
+        )
+        raise UnsupportedProblem(f"{shown('index', index)}: expected {accepted}")
+    try:
+        return dispatch.runtime(device, index)
+    except ToolMissing as e:
+        raise ToolMissing(f"{given}: {arch.cuda_fault(index) or e}, or {instead}") from None
