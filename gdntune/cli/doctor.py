@@ -19,6 +19,7 @@ import msgspec
 from gdntune import kernels
 from gdntune.device import arch, cupti, nvml
 from gdntune.errors import TableError, ToolMissing
+from gdntune.kernels import cpu_object
 from gdntune.objects import store
 from gdntune.problem import GATES
 from gdntune.results import table
@@ -54,7 +55,6 @@ def examine(index: int = 0) -> list[Finding]:
         lambda: _nvml(on_gpu),
         lambda: _cupti(on_gpu),
         lambda: _gxx(on_gpu),
-        lambda: _ninja(on_gpu),
         lambda: _cutlass(on_gpu),
         _tvm_ffi,
         _cache,
@@ -149,7 +149,7 @@ def _cupti(on_gpu: bool) -> Finding:
 
 def _gxx(on_gpu: bool) -> Finding:
     meaning = "links compiled kernels" if on_gpu else "compiles and links the CPU's kernels"
-    name = os.environ.get("CXX", "g++")
+    name = cpu_object.command()[0]
     path = shutil.which(name)
     if path is None:
         remedy = "apt install g++ (or your system's package of GCC)" + (
@@ -159,25 +159,13 @@ def _gxx(on_gpu: bool) -> Finding:
     return Finding("g++", "ok", f"{store.toolchain('cpu')}, {path}", meaning)
 
 
-def _ninja(on_gpu: bool) -> Finding:
-    meaning = "builds the CPU's kernels, through tvm_ffi.cpp"
-    beside = Path(sys.executable).parent / "ninja"
-    path = shutil.which("ninja") or (str(beside) if beside.exists() else None)
-    if path is None:
-        status: Literal["note", "hinders"] = "note" if on_gpu else "hinders"
-        return Finding(
-            "ninja", status, "neither on PATH nor beside this Python", meaning, "pip install ninja"
-        )
-    return Finding("ninja", "ok", path, meaning)
-
-
 def _cutlass(on_gpu: bool) -> Finding:
     meaning = (
         "compiles CUDA kernels, for this GPU or, without one, for others; pinned to"
         f" {store.CUTE_DSL_VERSION}"
     )
     version = _version("nvidia-cutlass-dsl")
-    if version == store.CUTE_DSL_VERSION:
+    if version in store.CUTE_DSL_VERSIONS:
         return Finding("CuTe DSL", "ok", f"nvidia-cutlass-dsl {version}", meaning)
     value = "not installed" if version is None else f"nvidia-cutlass-dsl {version}"
     remedy = f"pip install 'nvidia-cutlass-dsl[cu13]=={store.CUTE_DSL_VERSION}'"

@@ -1,10 +1,10 @@
-"""How an object is made of a CPU kernel's C++."""
+"""How an object is made of a CPU kernel's C++, and by which compiler."""
 
-import contextlib
 import os
+import re
+import shlex
 import shutil
-import sys
-from collections.abc import Iterator
+import subprocess
 from pathlib import Path
 
 from gdntune.errors import BuildError, ToolMissing
@@ -12,73 +12,66 @@ from gdntune.errors import BuildError, ToolMissing
 HEADERS = Path(__file__).parent / "cpu"
 
 # The CPU at hand decides the instructions, so its name belongs in an object's key. Never
-# -ffast-math: it drops NaN and
-# signed zeros, and linked into a library it flushes denormals in the whole process. The note
-# silenced is about vectors
-# passed between objects; none are.
-FLAGS = ("-O2", "-march=native", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
+# -ffast-math: it drops NaN and signed zeros, and linked into a library it flushes denormals in the
+# whole process. The note silenced is about vectors passed between objects; none are.
+FLAGS = (
+    "-std=c++17",
+    "-fPIC",
+    "-O2",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-Wno-psabi",
+)
 
 STATES = {"fp32": "float", "bf16": "Bf16", "fp16": "Half"}
 
 
-@contextlib.contextmanager
-def _tools() -> Iterator[None]:
-    """An environment in which a C++ compiler and ninja are found; ToolMissing where there are none."""
-    before = {name: os.environ.get(name) for name in ("PATH", "CXX")}
-    # PyPI's ninja lies beside the interpreter, which is not on the PATH of a virtual environment
-    # that is not activated.
-    os.environ["PATH"] = os.pathsep.join(
-        [os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)]
-    )
-    compiler = os.environ.setdefault("CXX", "g++")
-    try:
-        if not shutil.which(compiler.split()[0]):
-            raise ToolMissing(
-                f"the C++ compiler {compiler} was not found on PATH: CPU kernels need g++ 11 or"
-                " newer with OpenMP; install it (apt-get install g++, dnf install gcc-c++) or name"
-                " another in CXX"
-            )
-        if not shutil.which("ninja"):
-            raise ToolMissing(
-                "ninja was not found on PATH or beside the interpreter: run `pip install ninja`"
-            )
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def command() -> list[str]:
+    """The C++ compiler and the user's own flags: CXX, as a shell would split it, or g++."""
+    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 
 def object_of(source: str, name: str, folder: Path) -> Path:
-    """Compiles C++ `source` to folder/NAME.o and gives its path; ToolMissing without a compiler,
-    BuildError where it fails.
-    """
-    import tvm_ffi.cpp
+    """Compiles C++ `source` to folder/NAME.o and gives its path; beside it folder/NAME.d, the
+    compiler's own list of the headers that it read.
 
-    scratch = folder / f"{name}.build"
-    scratch.mkdir(parents=True, exist_ok=True)
-    file = scratch / f"{name}.cpp"
+    ToolMissing without a compiler, BuildError where it fails.
+    """
+    from tvm_ffi import libinfo
+
+    compiler = command()
+    if not shutil.which(compiler[0]):
+        raise ToolMissing(
+            f"the C++ compiler {compiler[0]} was not found on PATH: CPU kernels need g++ 11 or"
+            " newer with OpenMP; install it (apt-get install g++, dnf install gcc-c++) or name"
+            " another in CXX"
+        )
+    file, target = folder / f"{name}.cpp", folder / f"{name}.o"
     file.write_text(source)
-    with _tools():
-        try:
-            built = tvm_ffi.cpp.build(
-                name,
-                cpp_files=[str(file)],
-                extra_cflags=FLAGS,
-                extra_include_paths=[str(HEADERS)],
-                build_directory=str(scratch),
-                output=f"{name}.o",
-            )
-        except RuntimeError as error:
-            # ninja repeats the command, which is longer than what the compiler has to say
-            lines = [line for line in str(error).splitlines() if " -MMD " not in line]
-            faults = [line for line in lines if "error: " in line]
-            raise BuildError(
-                "\n".join([f"{name}.cpp does not compile:", *(faults[:3] or lines[-12:])])
-            ) from error
-    target = folder / f"{name}.o"
-    os.replace(built, target)
-    shutil.rmtree(scratch, ignore_errors=True)
+    includes = [HEADERS, libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+    options = [*FLAGS, *(f"-I{path}" for path in includes)]
+    done = subprocess.run(
+        [*compiler, "-c", str(file), "-o", str(target), "-MMD", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        lines = (done.stderr or done.stdout).splitlines()
+        faults = [line for line in lines if "error: " in line]
+        raise BuildError("\n".join([f"{name}.cpp does not compile:", *(faults[:3] or lines[-12:])]))
     return target
+
+
+def headers_read(target: Path) -> list[Path]:
+    """The headers that the compiler read for an object, in its own words (-MMD: all but the
+    system's); empty for what was made otherwise.
+    """
+    listed = target.with_suffix(".d")
+    if not listed.exists():
+        return []
+    # make's syntax: `x.o: a b \`, with a backslash before a blank in a name
+    _, _, names = listed.read_text().replace("\\\n", " ").partition(": ")
+    found = [Path(n.replace("\\ ", " ")) for n in re.split(r"(?<!\\)\s+", names.strip())]
+    return [p for p in found if p.parent != target.parent]

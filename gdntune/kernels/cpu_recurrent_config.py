@@ -134,10 +134,5 @@ KERNEL = Kernel(
     default=default,
     facts=facts,
     compiler="gdntune.kernels.cpu_recurrent:compile",
-    sources=(
-        "gdntune.kernels.cpu_recurrent",
-        "kernels/cpu/decode.h",
-        "kernels/cpu/arguments.h",
-        "kernels/cpu/vectors.h",
-    ),
+    sources=("gdntune.kernels.cpu_recurrent", "kernels/cpu/decode.h"),
 )

@@ -73,10 +73,5 @@ KERNEL = Kernel(
     default=default,
     facts=facts,
     compiler="gdntune.kernels.cpu_stream:compile",
-    sources=(
-        "gdntune.kernels.cpu_stream",
-        "kernels/cpu/stream.h",
-        "kernels/cpu/arguments.h",
-        "kernels/cpu/vectors.h",
-    ),
+    sources=("gdntune.kernels.cpu_stream", "kernels/cpu/stream.h"),
 )

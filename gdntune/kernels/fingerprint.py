@@ -1,5 +1,5 @@
 """What a kernel's objects depend on, as a hash: its sources and what they import from
-`gdntune.kernels`, without comments and docstrings.
+`gdntune.kernels` or include from their own folder, without comments and docstrings.
 
 Text, not syntax trees, is hashed, so that Pythons of different versions agree.
 """
@@ -68,6 +68,13 @@ def _imports(text: str) -> set[str]:
     return {f for f in found if f != "gdntune.kernels"}
 
 
+def _includes(source: str) -> set[str]:
+    """The files beside a C++ source that it includes in quotes."""
+    names = re.findall(r'^\s*#\s*include\s*"([^"]+)"', _path(source).read_text(), re.MULTILINE)
+    beside = {str(Path(source).parent / name) for name in names}
+    return {b for b in beside if _path(b).exists()}
+
+
 def _is_file(source: str) -> bool:
     return "/" in source
 
@@ -94,14 +101,16 @@ def _name(source: str) -> str:
 
 
 def closure(sources: tuple[str, ...]) -> list[str]:
-    """The sources and all that they import from gdntune.kernels, sorted."""
+    """The sources and all that they import from gdntune.kernels or include, sorted."""
     todo, seen = list(sources), set()
     while todo:
         source = todo.pop()
         if source in seen:
             continue
         seen.add(source)
-        if not _is_file(source):
+        if _is_file(source):
+            todo.extend(_includes(source))
+        else:
             todo.extend(_imports(_path(source).read_text()))
     return sorted(seen, key=_name)
 

@@ -9,6 +9,7 @@ Loading checks architecture, versions and sha256, since nothing below does: a wr
 
 import ctypes
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,17 @@ from filelock import FileLock
 from gdntune.device.arch import Device
 from gdntune.errors import BuildError, ToolMissing
 from gdntune.files import write_whole
+from gdntune.kernels import cpu_object
 from gdntune.kernels.fingerprint import fingerprint
 from gdntune.kernels.spec import Kernel, Variant
+from gdntune.objects.inputs import unchanged
 from gdntune.problem import Contract
 
-# What compiled objects are made with; another version is a change of its own (traps differ), so it
-# is part of every key.
+# What CUDA objects are made with; another version is a change of its own (traps differ), so it is
+# part of their keys. The versions listed compile every kernel to the same bytes and so share
+# objects, under the name of one.
 CUTE_DSL_VERSION = "4.8.1"
+CUTE_DSL_VERSIONS = ("4.8.0", "4.8.1")
 BUNDLE_SCHEMA = "gdntune.bundle/1"
 
 
@@ -51,7 +57,17 @@ class ObjectSpec(msgspec.Struct, frozen=True):
     @property
     def key(self) -> str:
         """sha256 of everything that decides the object's bytes."""
-        fields = {f: getattr(self, f) for f in self.__struct_fields__ if f != "label"}
+        return self._hash("label")
+
+    @property
+    def source_key(self) -> str:
+        """The key without the toolchain: a bundle's object serves whatever compiler made it, and
+        where there is none.
+        """
+        return self._hash("label", "toolchain")
+
+    def _hash(self, *without: str) -> str:
+        fields = {f: getattr(self, f) for f in self.__struct_fields__ if f not in without}
         return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()
 
     @property
@@ -61,7 +77,7 @@ class ObjectSpec(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What is known of one compiled object."""
+    """What is known of one compiled object. inputs: the headers it was made of, by contents."""
 
     spec: ObjectSpec
     name: str
@@ -70,6 +86,7 @@ class Manifest(msgspec.Struct, frozen=True):
     registers: int | None = None
     spill_bytes: int | None = None
     shared_bytes: int | None = None
+    inputs: dict[str, str] = {}
 
 
 class Bundle(msgspec.Struct, frozen=True):
@@ -83,18 +100,23 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 def toolchain(device: str) -> str:
-    """The compiler whose objects are asked for: the pinned CuTe DSL, or the g++ that is here."""
+    """What makes and links objects here: the pinned CuTe DSL, or the C++ compiler by its version
+    and the flags that CXX gives it, with tvm_ffi.
+    """
     if device == "cuda":
         return f"nvidia-cutlass-dsl {CUTE_DSL_VERSION}"
-    path = shutil.which(os.environ.get("CXX", "g++"))
-    if path is None:
-        return "g++ (none)"
-    return subprocess.run(
-        [path, "--version"], capture_output=True, text=True, check=False
-    ).stdout.splitlines()[0]
+    return _cpp_toolchain(tuple(cpu_object.command()))
 
 
-_TOOLCHAINS: dict[str, str] = {}
+@cache
+def _cpp_toolchain(command: tuple[str, ...]) -> str:
+    if shutil.which(command[0]) is None:
+        return f"{command[0]} (none)"
+    said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    version = (said.stdout.splitlines() or [command[0]])[0]
+    # of a compiler its version counts, wherever it lies
+    flags = [*command[1:], "apache-tvm-ffi", importlib.metadata.version("apache-tvm-ffi")]
+    return " ".join([version, *flags])
 
 
 def object_spec(
@@ -110,8 +132,6 @@ def object_spec(
     label: a name for profilers other than the variant's; such an object is one of its own, so that
         no other shows under that name.
     """
-    if kernel.device not in _TOOLCHAINS:
-        _TOOLCHAINS[kernel.device] = toolchain(kernel.device)
     return ObjectSpec(
         kernel=kernel.name,
         device=kernel.device,
@@ -119,7 +139,7 @@ def object_spec(
         knobs=dict(variant.knobs),
         arch=device.arch,
         fingerprint=fingerprint(kernel.sources),
-        toolchain=_TOOLCHAINS[kernel.device],
+        toolchain=toolchain(kernel.device),
         label=variant.id if label is None else label,
     )
 
@@ -144,12 +164,24 @@ def atomic_write(path: Path, data: bytes) -> None:
     write_whole(path, data)
 
 
+class OpenBundle:
+    """A bundle that is in use. by_source: its objects by `source_key`; module: its library, once
+    anything of it was asked for.
+    """
+
+    def __init__(self, folder: Path, manifest: Bundle):
+        self.folder, self.manifest = folder, manifest
+        self.by_source = {m.spec.source_key: m for m in manifest.objects.values()}
+        self.module: Any = None
+
+
 class Store:
     """Objects and bundles on disk, and the functions loaded from them in this process."""
 
     def __init__(self, root: Path | None = None, bundles: Iterable[Path] = ()):
         self.root = Path(root) if root else default_root()
         self.bundles = [(Path(b), read_bundle(Path(b))) for b in bundles]
+        self._opened = [OpenBundle(*b) for b in self.bundles]
         self._functions: dict[str, Callable[..., Any]] = {}
         self._modules: list[Any] = []
 
@@ -158,14 +190,17 @@ class Store:
 
     def find(self, spec: ObjectSpec) -> Manifest | None:
         """The manifest of an object that is here, in a bundle or the store."""
-        for _, bundle in self.bundles:
-            if spec.key in bundle.objects:
-                return bundle.objects[spec.key]
+        if self._opened:
+            key = spec.source_key
+            for bundle in self._opened:
+                if key in bundle.by_source:
+                    return bundle.by_source[key]
         path = self.folder(spec.key) / "manifest.json"
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Manifest)
+            found = msgspec.json.decode(path.read_bytes(), type=Manifest)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
+        return found if unchanged(found.inputs) else None
 
     @contextmanager
     def lock(self, spec: ObjectSpec) -> Iterator[None]:
@@ -199,26 +234,31 @@ class Store:
                     f"object {spec.name} ({key[:12]}) is neither in {self.root} nor in a bundle:"
                     " compile it first"
                 )
-            if not self._from_bundle(key):
+            if not self._from_bundle(spec):
                 loose[key] = manifest
         if loose:
             self._load_loose(loose)
         return {key: self._functions[key] for key in wanted}
 
-    def _from_bundle(self, key: str) -> bool:
-        for path, bundle in self.bundles:
-            if key in bundle.objects:
-                library = path / bundle.library
-                if file_sha256(library) != bundle.sha256:
-                    raise BuildError(
-                        f"{library} is not the library that {path / 'bundle.json'} names (sha256"
-                        " differs): make the bundle anew"
-                    )
-                module = self._module(library, bundle.objects[key].spec.device)
-                for k, m in bundle.objects.items():
-                    self._functions.setdefault(k, module[m.name])
+    def _from_bundle(self, spec: ObjectSpec) -> bool:
+        source_key = spec.source_key
+        for bundle in self._opened:
+            if source_key in bundle.by_source:
+                module = bundle.module or self._open(bundle)
+                self._functions[spec.key] = module[bundle.by_source[source_key].name]
                 return True
         return False
+
+    def _open(self, bundle: "OpenBundle") -> Any:
+        library = bundle.folder / bundle.manifest.library
+        if file_sha256(library) != bundle.manifest.sha256:
+            raise BuildError(
+                f"{library} is not the library that {bundle.folder / 'bundle.json'} names (sha256"
+                " differs): make the bundle anew"
+            )
+        device = next(iter(bundle.by_source.values())).spec.device
+        bundle.module = self._module(library, device)
+        return bundle.module
 
     def _load_loose(self, manifests: dict[str, Manifest]) -> None:
         for key, m in manifests.items():
@@ -227,7 +267,8 @@ class Store:
                     f"{self.object_file(key)} is damaged (sha256 differs): remove its folder and"
                     " compile again"
                 )
-        digest = hashlib.sha256("".join(sorted(manifests)).encode()).hexdigest()
+        contents = sorted(m.sha256 for m in manifests.values())
+        digest = hashlib.sha256("".join(contents).encode()).hexdigest()
         device = next(iter(manifests.values())).spec.device
         library = self.root / "linked" / f"{digest[:24]}.so"
         if not library.exists():

@@ -19,9 +19,11 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from gdntune.errors import GdntuneError, ToolMissing
+from gdntune.errors import GdntuneError, ToolMissing, listed
+from gdntune.kernels.cpu_object import headers_read
+from gdntune.objects.inputs import hashed
 from gdntune.objects.store import (
-    CUTE_DSL_VERSION,
+    CUTE_DSL_VERSIONS,
     Manifest,
     ObjectSpec,
     Store,
@@ -80,13 +82,13 @@ def _compile_cute(spec: ObjectSpec, compiler: str, folder: Path) -> tuple[Path, 
         import cutlass
     except ImportError as e:
         raise ToolMissing(
-            f"cannot import cutlass ({e}): pip install"
-            f" 'nvidia-cutlass-dsl[cu13]=={CUTE_DSL_VERSION}'"
+            f"cannot import cutlass ({e}), which compiles CUDA kernels: pip install"
+            " 'gdntune[sweep]', or load a bundle that was compiled elsewhere (GDNTUNE_BUNDLE)"
         ) from None
-    if cutlass.__version__ != CUTE_DSL_VERSION:
+    if cutlass.__version__ not in CUTE_DSL_VERSIONS:
         raise ToolMissing(
-            f"nvidia-cutlass-dsl {cutlass.__version__} is installed, objects are made with"
-            f" {CUTE_DSL_VERSION}: install that"
+            f"nvidia-cutlass-dsl {cutlass.__version__} is installed, and objects are made with one"
+            f" of {listed(CUTE_DSL_VERSIONS)}: pip install 'gdntune[sweep]', or load a bundle"
         )
     compiled = _compiler(compiler)(
         spec.facts, spec.knobs, options=f"--keep-cubin --dump-dir {folder}", prefix=spec.name
@@ -111,7 +113,12 @@ def compile_one(spec: ObjectSpec, compiler: str, root: Path, scratch: Path) -> M
             else:
                 path, used = _compiler(compiler)(spec.facts, spec.knobs, spec.name, folder), {}
             manifest = Manifest(
-                spec, spec.name, file_sha256(path), round(time.perf_counter() - start, 3), **used
+                spec,
+                spec.name,
+                file_sha256(path),
+                round(time.perf_counter() - start, 3),
+                inputs=hashed(headers_read(path)),
+                **used,
             )
             store.put(manifest, path)
     return manifest

@@ -702,11 +702,9 @@ def test_progress_without_a_terminal(capsys):
 
 
 def test_sweep_end_to_end(tmp_path):
-    """A tiny sweep on this CPU's real kernels, by `python -m gdntune`, unactivated and with no
-    ninja on PATH.
+    """A tiny sweep on this CPU's real kernels, by `python -m gdntune`, unactivated and with nothing
+    but the system's compiler on PATH.
     """
-    # Only the system's compiler is on PATH: a system's ninja must not hide that the environment's
-    # own is not found.
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("g++", "gcc", "as", "ld", "cc1plus", "collect2", "cp"):

@@ -1,7 +1,6 @@
 """gdntune/doctor.py: each thing that can lack is said, with its meaning and its remedy."""
 
 import os
-import sys
 
 import pytest
 import synthetic
@@ -60,17 +59,6 @@ def test_no_compiler_hinders(here, tmp_path):
     found = finding("g++")
     assert found.status == "hinders"
     assert "apt install g++" in found.remedy
-
-
-def test_ninja_beside_python(here, tmp_path):
-    """A ninja that is only in the environment's own folder, not on PATH, is found."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ninja").touch()
-    here.setenv("PATH", "")
-    here.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    assert finding("ninja").value == str(tmp_path / "bin" / "ninja")
-    (tmp_path / "bin" / "ninja").unlink()
-    assert finding("ninja").status == "hinders"
 
 
 def test_cupti_without_permission(gpu):

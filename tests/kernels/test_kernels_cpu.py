@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import random
 import subprocess
-import sys
 
 import msgspec
 import pytest
@@ -420,19 +419,11 @@ def test_objects_export_their_function_alone(store):
         assert [n for n in names if "Decode" in n or "Arguments" in n] == []
 
 
-def test_missing_tools_are_named(monkeypatch, tmp_path):
-    """Without a compiler, and without ninja, the message says which and how to get it; nothing of
-    the environment stays changed.
-    """
+def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
+    """Without a compiler the message says which and how to get it."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     facts, knobs = DECODE.facts(PLAIN), dataclasses.asdict(cpu_recurrent_config.Knobs(32, 4, 16))
     with pytest.raises(ToolMissing, match=r"g\+\+ was not found.*apt-get install g\+\+"):
-        cpu_recurrent.compile(facts, knobs, "f", tmp_path)
-    compiler = tmp_path / "g++"
-    compiler.write_text("#!/bin/sh\n")
-    compiler.chmod(0o755)
-    with pytest.raises(ToolMissing, match="ninja was not found.*pip install ninja"):
         cpu_recurrent.compile(facts, knobs, "f", tmp_path)
 
 

@@ -1,0 +1,61 @@
+"""The files that an object was made of beyond its kernel's sources: headers, by their contents.
+
+A compiler says itself what it read, so nothing is forgotten. Names are those of a package, not of
+a place, so that two environments with the same headers share objects.
+"""
+
+import hashlib
+import importlib.util
+from collections.abc import Iterable, Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+
+# Packages whose headers kernels include.
+PACKAGES = ("gdntune", "tvm_ffi")
+
+
+@cache
+def _folder(package: str) -> Path | None:
+    # found, not imported: tvm_ffi imports torch
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec else None
+    return Path(next(iter(places))).resolve() if places else None
+
+
+@lru_cache(maxsize=4096)
+def _sha256(path: Path, changed_ns: int, size: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _hash(path: Path) -> str | None:
+    """The contents' sha256, read once while time and size stay; None where there is no file."""
+    try:
+        status = path.stat()
+        return _sha256(path, status.st_mtime_ns, status.st_size)
+    except OSError:
+        return None
+
+
+def _named(path: Path) -> str:
+    path = path.resolve()
+    for package in PACKAGES:
+        folder = _folder(package)
+        if folder and path.is_relative_to(folder):
+            return f"{package}/{path.relative_to(folder).as_posix()}"
+    return str(path)
+
+
+def _place(name: str) -> Path:
+    package, _, rest = name.partition("/")
+    folder = _folder(package) if package in PACKAGES else None
+    return folder / rest if folder else Path(name)
+
+
+def hashed(paths: Iterable[Path]) -> dict[str, str]:
+    """The contents' sha256 of files by name, as a manifest keeps them."""
+    return {_named(p): _hash(p) or "" for p in sorted(paths)}
+
+
+def unchanged(inputs: Mapping[str, str]) -> bool:
+    """Whether the files that an object was made of are here as they were."""
+    return all(_hash(_place(name)) == sha256 for name, sha256 in inputs.items())
