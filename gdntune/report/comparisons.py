@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from gdntune.report.document import Block, Bullets, Document, Grid, Section, Text
-from gdntune.results.compare import CONFIDENCE, Compared, Comparison
+from gdntune.results.bootstrap import CONFIDENCE
+from gdntune.results.compare import Compared, Comparison
 from gdntune.results.merge import Differences
 from gdntune.timing import CUPTI_STEP_US, TIE_SHARE
 

@@ -3,13 +3,24 @@ times and why.
 """
 
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from gdntune.problem import Contract
 from gdntune.report.document import Block, Bullets, Grid, Text
 from gdntune.report.words import cell_words, geometric_mean, ratio
+from gdntune.results.bootstrap import (
+    CONFIDENCE,
+    LEAST_SAMPLES,
+    RatioInterval,
+    geometric_mean_of_ratios,
+    ratio_of_means,
+    verdict,
+)
 from gdntune.results.derive import passes
 from gdntune.results.journal import Check, Record, Trial
 from gdntune.timing import tie
@@ -81,7 +92,9 @@ def rivals(frame: "pd.DataFrame") -> "pd.DataFrame":
     best = timed.sort_values([*place, "kernel", "median_us", "variant"]).drop_duplicates(
         [*place, "kernel"]
     )
-    ours = frame.loc[frame["chosen"], [*place, "mean_us"]].rename(columns={"mean_us": "chosen_us"})
+    ours = frame.loc[frame["chosen"], [*place, "mean_us", "variant"]].rename(
+        columns={"mean_us": "chosen_us", "variant": "ours"}
+    )
     best = best.merge(ours, on=place, how="left")
     pairs = zip(best["chosen_us"], best["mean_us"], strict=True)
     return best.assign(behind=[mine > theirs and not tie(mine, theirs) for mine, theirs in pairs])
@@ -104,12 +117,15 @@ def compared(frame: "pd.DataFrame", records: list[Record]) -> Iterator[dict[str,
     """For each peer that was asked for: over how many cells, the geometric mean, the worst cell,
     and reasons for the others.
 
+    mean_ratio: theirs over ours by means, geometric mean, low, high. FASTER, TIE, SLOWER, UNCLEAR:
+    cells by the interval of that ratio, which is beyond a tie, within it, or across its edge.
     slower: cells where our median is the larger one; behind: where our mean is, beyond a tie.
         untimed: cells without a time of it, by
     `fate`. without_times: reasons, by how often an entry, or the whole peer, had them.
     """
     best = rivals(frame)
     trials = _trials(records)
+    samples = _final_samples(records) if len(best) else {}
     for kernel in sorted({r.variant.kernel for r in trials}):
         mine = best[best["kernel"] == kernel]
         slowest = mine.loc[mine["chosen_speedup"].idxmin()] if len(mine) else None
@@ -118,6 +134,9 @@ def compared(frame: "pd.DataFrame", records: list[Record]) -> Iterator[dict[str,
             for r in trials
             if r.variant.kernel == kernel and r.status != "ok"
         )
+        measured = _measured(mine, samples)
+        verdicts = Counter(verdict(ours, interval) for ours, interval in measured.intervals)
+        gm = geometric_mean_of_ratios(measured.pairs) if measured.pairs else None
         yield {
             "peer": label(kernel, records),
             "cells": len(mine),
@@ -126,9 +145,44 @@ def compared(frame: "pd.DataFrame", records: list[Record]) -> Iterator[dict[str,
             "worst_cell": None if slowest is None else cell_words(slowest),
             "slower": int((mine["chosen_speedup"] < 1).sum()),
             "behind": int(mine["behind"].sum()),
+            # By intervals of means, from our side: theirs SLOWER is ours FASTER.
+            "mean_ratio": None if gm is None else [round(x, 4) for x in gm],
+            "FASTER": verdicts["SLOWER"],
+            "TIE": verdicts["SAME"],
+            "SLOWER": verdicts["FASTER"],
+            "UNCLEAR": verdicts["UNCLEAR"],
             "untimed": dict(_untimed(kernel, trials)),
             "without_times": dict(reasons),
         }
+
+
+class _Measured(NamedTuple):
+    """Our samples and a peer's at the cells that have enough of both; intervals: with our mean."""
+
+    pairs: list[tuple[list[float], list[float]]]
+    intervals: list[tuple[float, RatioInterval]]
+
+
+def _final_samples(records: list[Record]) -> dict[tuple[Any, ...], list[float]]:
+    return {
+        (*msgspec.structs.astuple(p.contract), p.B, p.H, p.HV, t.variant.id): t.samples_us
+        for p, trials in passes(records).items()
+        for t in trials
+        if t.stage == "final" and t.status == "ok"
+    }
+
+
+def _measured(mine: "pd.DataFrame", samples: dict[tuple[Any, ...], list[float]]) -> _Measured:
+    found = _Measured([], [])
+    place = [*Contract.__struct_fields__, "B", "H", "HV"]
+    columns = mine[[*place, "ours", "variant"]].itertuples(index=False, name=None)
+    for *where, ours, theirs in columns:
+        a, b = (samples.get((*where, name), []) for name in (ours, theirs))
+        if min(len(a), len(b)) >= LEAST_SAMPLES:
+            found.pairs.append((a, b))
+            interval = ratio_of_means(a, b, ".".join(map(str, (*where, theirs))))
+            found.intervals.append((statistics.fmean(a), interval))
+    return found
 
 
 def lines(frame: "pd.DataFrame", records: list[Record]) -> Iterator[str]:
@@ -143,6 +197,13 @@ def lines(frame: "pd.DataFrame", records: list[Record]) -> Iterator[str]:
                 f" {found['cells']} cells, {found['worst']:.3f} at worst ({found['worst_cell']});"
                 f" slower at {found['slower']}, at {found['behind']} beyond a tie"
             )
+            if found["mean_ratio"]:
+                ratio_, low, high = found["mean_ratio"]
+                said.append(
+                    f"by means {ratio_:.3f} ({low:.3f} to {high:.3f}, {CONFIDENCE:.0%} bootstrap"
+                    f" interval): ours is FASTER at {found['FASTER']}, TIE at {found['TIE']}, SLOWER"
+                    f" at {found['SLOWER']}, UNCLEAR at {found['UNCLEAR']}"
+                )
         if untimed := found["untimed"]:
             said.append(
                 "it " + ", ".join(_FATES[name].format(n) for name, n in sorted(untimed.items()))

@@ -3,35 +3,21 @@ of means. Needs no device.
 """
 
 import difflib
-import math
 import os
-import random
-import statistics
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from gdntune.results import journal
+from gdntune.results.bootstrap import LEAST_SAMPLES, RatioInterval, Verdict, ratio_of_means, verdict
 from gdntune import strict
 from gdntune.results.derive import Final, Timed, by_work_units, derive, timed_cells
 from gdntune.errors import JournalError, UnknownName, UnsupportedProblem, listed
 from gdntune.results.journal import Run
 from gdntune.problem import Contract
-from gdntune.timing import CUPTI_STEP_US, TIE_SHARE
 
-Verdict = Literal["FASTER", "SLOWER", "SAME", "UNCLEAR"]
-
-# Of equal kernels hardly a cell of 320 is SLOWER by chance: the whole interval must be beyond the
-# tie, and half of an
-# interval is 0.4% at 200 samples (median of an H100's cells; 1.7% in the noisiest, which are
-# UNCLEAR).
-CONFIDENCE = 0.95
-RESAMPLES = 2000
-SEED = 20261128
-# Below this the bootstrap's intervals are too narrow to decide anything.
-LEAST_SAMPLES = 20
 CHOSEN = "chosen"
 # So many variants at most does a refusal list.
 LISTED = 20
@@ -64,14 +50,6 @@ class Comparison(msgspec.Struct, frozen=True):
     only_a: int
     only_b: int
     notes: tuple[str, ...]
-
-
-class Interval(NamedTuple):
-    """A ratio of means with its bounds."""
-
-    ratio: float
-    low: float
-    high: float
 
 
 def compare(
@@ -130,48 +108,6 @@ def compare(
     )
 
 
-def ratio_of_means(a: Sequence[float], b: Sequence[float], seed: str) -> Interval:
-    """B's mean over A's, with the percentile interval of a circular block bootstrap of each; the
-    same seed gives the same bounds.
-
-    Blocks, since neighbouring rounds are alike (on an H100 up to 0.3 of the variance), of an even
-    length, since the order of calls is mirrored every other round. Equal samples are one
-    measurement, drawn from once: against itself its ratio is 1, with no width.
-    """
-    chance = random.Random(f"{SEED}.{seed}")
-    means = _resampled_means(a, chance)
-    others = means if list(a) == list(b) else _resampled_means(b, chance)
-    ratios = sorted(y / x for x, y in zip(means, others, strict=True) if x > 0)
-    tail = int((1 - CONFIDENCE) / 2 * len(ratios))
-    return Interval(statistics.fmean(b) / statistics.fmean(a), ratios[tail], ratios[-1 - tail])
-
-
-def _resampled_means(samples: Sequence[float], chance: random.Random) -> list[float]:
-    n = len(samples)
-    length = min(n, 2 * math.ceil(n ** (1 / 3) / 2))
-    twice = [*samples, *samples]
-    blocks = [math.fsum(twice[i : i + length]) for i in range(n)]
-    drawn = -(-n // length)
-    picks = chance.choices(blocks, k=drawn * RESAMPLES)
-    return [sum(picks[i : i + drawn]) / (drawn * length) for i in range(0, len(picks), drawn)]
-
-
-def verdict(a_us: float, interval: Interval) -> Verdict:
-    """What an interval says: SAME where all of it is within a tie, FASTER or SLOWER where all of it
-    is beyond, else UNCLEAR.
-
-    The tie is `timing.tie`'s: within the larger of 1% of the lesser mean and 32 ns.
-    """
-    slack = 1e-9
-    upper = 1 + max(TIE_SHARE, CUPTI_STEP_US / a_us) + slack
-    lower = min(1 / (1 + TIE_SHARE), 1 - CUPTI_STEP_US / a_us) - slack
-    if interval.low > upper:
-        return "SLOWER"
-    if interval.high < lower:
-        return "FASTER"
-    return "SAME" if lower <= interval.low and interval.high <= upper else "UNCLEAR"
-
-
 class _Side(NamedTuple):
     """A journal's cells by contract and work units, and what its table chooses there."""
 
@@ -199,7 +135,7 @@ def _compared(key: tuple[Contract, int], mine: _Side, theirs: _Side, variant: st
     ]
     means = [None if f is None else round(f.stats.mean_us, 3) for f in finals]
     reason = _too_few(finals)
-    interval: Interval | None = None
+    interval: RatioInterval | None = None
     said: Verdict = "UNCLEAR"
     first, second = finals
     if not reason and first is not None and second is not None:

@@ -245,6 +245,18 @@ def test_samples_round_trip(ns):
     assert unpacked(*packed(x / 1000 for x in ns)) == sorted(ns)
 
 
+def test_peers_by_intervals(cpu):
+    """Each cell of a peer that takes longer is FASTER for ours, by the interval of the means' ratio,
+    and the summary has the counts and the geometric mean's interval.
+    """
+    (found,) = cpu.peers()
+    ratio, low, high = found["mean_ratio"]
+    assert low <= ratio <= high and found["FASTER"] == found["cells"] > 0
+    assert (found["TIE"], found["SLOWER"], found["UNCLEAR"]) == (0, 0, 0)
+    text = " ".join(cpu.markdown().split())
+    assert f"ours is FASTER at {found['cells']}, TIE at 0, SLOWER at 0, UNCLEAR at 0" in text
+
+
 def test_facts_of_peers(cpu):
     """A peer's geometric mean and worst cell stand at the top, and each choice's check."""
     head = cpu.html().partition("<main>")[0]

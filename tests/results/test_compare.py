@@ -15,7 +15,7 @@ from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.report.comparisons import comparison_document
 from gdntune.results import compare
-from gdntune.results.compare import Interval, ratio_of_means, verdict
+from gdntune.results.bootstrap import RatioInterval, ratio_of_means, verdict
 from gdntune.results.journal import Cell, Check, Trial
 
 HEADER = synthetic.run()
@@ -151,7 +151,7 @@ def test_what_cannot_be_compared(tmp_path):
 )
 def test_verdict_of_an_interval(a_us, low, high, expected):
     """The whole interval must lie within the tie, or beyond it; at 2 us the tie is 32 ns."""
-    assert verdict(a_us, Interval((low + high) / 2, low, high)) == expected
+    assert verdict(a_us, RatioInterval((low + high) / 2, low, high)) == expected
 
 
 def test_intervals_hold_the_truth():
