@@ -1,6 +1,6 @@
 """`python -m gdntune`: the command line."""
 
-from gdntune.cli.app import app
+from gdntune.cli.app import entry
 
 if __name__ == "__main__":
-    app(prog_name="gdntune")
+    entry()

@@ -2,6 +2,8 @@
 runs.
 """
 
+import io
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from gdntune.cli import results as cli_results
 from gdntune.cli.common import (
     FINDINGS,
     L2,
+    WRONG_USE,
     AsJson,
     Batch,
     Bundles,
@@ -30,6 +33,7 @@ from gdntune.cli.common import (
     Tokens,
     config_of,
     indices,
+    io_fault,
     print_json,
     refusing,
     target_of,
@@ -539,3 +543,28 @@ install.register(cli_results.tables)
 app.add_typer(cli_results.tables, name="table")
 app.add_typer(cli_configs.configs)
 app.add_typer(cli_configs.config, name="config")
+
+
+def entry() -> None:
+    """The program: the commands, on output of any encoding, and one message where it is full."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # a path may have letters that the terminal's encoding has not
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            app(prog_name="gdntune")
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _silence()
+        sys.exit(1)
+    except OSError as e:
+        _silence()
+        typer.echo(f"gdntune: {io_fault(e)}", err=True)
+        sys.exit(WRONG_USE)
+
+
+def _silence() -> None:
+    """Drops what standard output still holds: writing it at exit would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

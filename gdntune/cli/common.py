@@ -4,8 +4,6 @@ only.
 
 import errno
 import functools
-import io
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -87,14 +85,14 @@ Bundles = Annotated[
 ]
 
 
-_DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
-
-
-def _escape_what_streams_cannot_say() -> None:
-    """A path with an accent is printed escaped where the terminal's encoding lacks it."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+def io_fault(e: OSError) -> str:
+    """A fault of reading or writing in words: the place, where the system names one."""
+    said = e.strerror or str(e)
+    if e.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        return f"{e.filename or 'standard output'}: {said}; write to another disk"
+    if e.filename is None:
+        return f"{said}; name a place that can be read, or written to"
+    return f"{e.filename}: {said}; name a place that can be read, or written to"
 
 
 def refusing(function: F) -> F:
@@ -102,27 +100,15 @@ def refusing(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _escape_what_streams_cannot_say()
         try:
             return function(*args, **kwargs)
         except GdntuneError as e:
             typer.echo(f"gdntune: {e}", err=True)
             raise typer.Exit(WRONG_USE) from None
+        except BrokenPipeError:
+            raise  # what reads our output has enough, as `| head` has
         except OSError as e:
-            if e.filename is None and e.errno in _DISK_FULL:
-                # The interpreter would try again when it ends, and complain in its own words.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                typer.echo(
-                    f"gdntune: standard output: {e.strerror}; write to another disk", err=True
-                )
-                raise typer.Exit(WRONG_USE) from None
-            if e.filename is None:
-                raise  # a closed pipe, say: nothing that the command names
-            typer.echo(
-                f"gdntune: {e.filename}: {e.strerror}; name a place that can be read, or"
-                " written to",
-                err=True,
-            )
+            typer.echo(f"gdntune: {io_fault(e)}", err=True)
             raise typer.Exit(WRONG_USE) from None
         except KeyboardInterrupt:
             # on a line of its own: the terminal has just shown ^C, perhaps behind a bar

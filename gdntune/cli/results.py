@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from gdntune.cli.common import FINDINGS, AsJson, Index, print_json, print_page, refusing, terminal
+from gdntune.cli.common import (
+    FINDINGS,
+    WRONG_USE,
+    AsJson,
+    Index,
+    print_json,
+    print_page,
+    refusing,
+    terminal,
+)
 from gdntune.errors import UnsupportedProblem, no_folder
 
 if TYPE_CHECKING:
@@ -198,12 +207,13 @@ def table_show(
 def table_validate(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", exists=True, dir_okay=False, help="Tables to look at."),
+        typer.Argument(metavar="PATH...", help="Tables to look at."),
     ],
     as_json: AsJson = False,
 ) -> None:
     """Say whether tables can be trusted; the exit code is 1 where one cannot. A stale one is said
-    to be, and is no fault.
+    to be, and is no fault. Where a file is missing the exit code is 2, and the others are judged
+    all the same.
     """
     from gdntune import kernels
     from gdntune.errors import TableError
@@ -229,6 +239,8 @@ def table_validate(
                 else ""
             )
             typer.echo(r["fault"] or f"{r['path']}: valid{note}")
+    if not all(path.is_file() for path in paths):
+        raise typer.Exit(WRONG_USE)
     if any(r["fault"] for r in results):
         raise typer.Exit(FINDINGS)
 
