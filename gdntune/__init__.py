@@ -15,10 +15,16 @@ _PUBLIC = {
     "plan": "gdntune.runtime.loading",
     "prepare": "gdntune.runtime.loading",
     "load_table": "gdntune.runtime.loading",
+    "table_hash": "gdntune.runtime.loading",
+    "Plan": "gdntune.runtime.planned",
     "Contract": "gdntune.problem",
     "Problem": "gdntune.problem",
     "GdntuneError": "gdntune.errors",
     "UnsupportedProblem": "gdntune.errors",
+    "TableError": "gdntune.errors",
+    "BuildError": "gdntune.errors",
+    "ToolMissing": "gdntune.errors",
+    "CaptureError": "gdntune.errors",
 }
 __all__ = ["__version__", *_PUBLIC]
 

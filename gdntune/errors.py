@@ -39,6 +39,12 @@ class BuildError(GdntuneError, RuntimeError):
     """A variant that does not compile, or an object that does not load."""
 
 
+class CaptureError(GdntuneError, RuntimeError):
+    """A call in a CUDA graph's capture that would load or compile; `gdntune.prepare` does it
+    before.
+    """
+
+
 class CheckFailed(GdntuneError, ArithmeticError):
     """A kernel whose result differs from the reference; names the worst coordinate."""
 

@@ -7,17 +7,19 @@ twice: a contract is bound once.
 """
 
 import bisect
+import hashlib
 import logging
 import math
 import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+import gdntune
 from gdntune import kernels
 from gdntune.device.arch import Device, detect
-from gdntune.errors import BuildError, UnsupportedProblem
+from gdntune.errors import BuildError, CaptureError, UnsupportedProblem
 from gdntune.kernels.spec import Variant
 from gdntune.objects.build import compile_objects
 from gdntune.objects.store import ObjectSpec, Store, object_spec
@@ -65,6 +67,22 @@ def warn_once(message: str) -> None:
     log.warning(message)
 
 
+@cache
+def _log_as_asked() -> None:
+    """Prints the log to stderr from the level that GDNTUNE_LOG names."""
+    level = environment.log_level()
+    if not level:
+        return
+    if level not in ("debug", "info", "warning", "error"):
+        raise UnsupportedProblem(
+            f"GDNTUNE_LOG={level!r}: expected one of debug, info, warning, error"
+        )
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(level.upper())
+
+
 class Runtime:
     """The tables, objects and bound functions of one device in this process.
 
@@ -74,6 +92,7 @@ class Runtime:
 
     def __init__(self, device: Device, store: Store | None = None):
         self.device = device
+        _log_as_asked()
         self.store = store or Store(bundles=environment.bundles())
         self._sources: dict[str, Source | None] = {}
         self._bound: dict[tuple[Contract, bool], Bound] = {}
@@ -98,7 +117,19 @@ class Runtime:
         if op not in self._sources:
             found = self._find(op)
             self._sources[op] = self._checked(found) if found else None
+            if found:
+                log.info("%s: table %s (%s)", op, found.path, found.why)
+            else:
+                log.info("%s: no table for %s, default rules", op, self.device.name)
         return self._sources[op]
+
+    def table_hash(self) -> str:
+        """16 hex digits of the tables in use, and of the default rules' version."""
+        parts = [gdntune.__version__, self.device.arch]
+        for op in get_args(Op):
+            source = self.source(op)
+            parts.append(hashlib.sha256(source.path.read_bytes()).hexdigest() if source else "")
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def _given(self, path: str | os.PathLike[str]) -> table.Table:
         loaded = table.load(path)
@@ -262,7 +293,17 @@ class Bound:
         function = self._functions[i]
         return function if function is not None else self._load(i)
 
+    def __repr__(self) -> str:
+        chosen = ", ".join(f"from {c.first}: {c.variant.id}" for c in self.choices)
+        return f"Bound({self.contract.key()}, {chosen})"
+
     def _load(self, i: int) -> Function:
+        if capturing(self.runtime.device.kind):
+            raise CaptureError(
+                f"{self.contract.key()} under CUDA graph capture: its function"
+                f" {self.choices[i].variant.id} is not loaded, and loading cannot be captured; call"
+                f" gdntune.prepare with this contract before: {self.contract!r}"
+            )
         function = self.runtime.functions(self.contract, [self.choices[i].variant])[0]
         # the same variant may serve several intervals
         for j, c in enumerate(self.choices):
@@ -276,6 +317,15 @@ class Bound:
         """
         functions = self.runtime.functions(self.contract, [c.variant for c in self.choices])
         self._functions = list(functions)
+
+
+def capturing(kind: str) -> bool:
+    """Whether the current stream is being captured in a CUDA graph."""
+    if kind != "cuda":
+        return False
+    import torch
+
+    return torch.cuda.is_current_stream_capturing()
 
 
 @cache

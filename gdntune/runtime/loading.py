@@ -1,26 +1,32 @@
 """What is done before the first call: plans, preparing a contract, choosing a table."""
 
 import os
+from typing import Any
 
 from gdntune.device import arch
 from gdntune.errors import ToolMissing, UnsupportedProblem, shown
 from gdntune.problem import Contract, Problem, check_contract, problem_fault
 from gdntune.runtime import call, dispatch
 from gdntune.runtime.dispatch import Bound, Runtime
+from gdntune.runtime.planned import Plan
 
 
-def plan(problem: Problem, device: str = "cuda", index: int = 0) -> Bound:
-    """Binds a problem's contract and loads the function of its work units, so that the first call
-    compiles nothing.
+def plan(problem: Problem, device: str = "cuda", index: int = 0, **numbers: Any) -> Plan:
+    """A callable bound to a problem's contract, for 1 to problem.B requests of problem.HV heads.
+    Its functions are loaded here, so that no call compiles.
 
-    device: `cuda`, the card by its index, or `cpu`. UnsupportedProblem for sizes or a contract that
-        no call can have.
+    device: `cuda`, the card by its index, or `cpu`. numbers: scale, softplus_beta,
+    softplus_threshold, lower_bound, allow_neg_eigval, null_index and use_qk_l2norm, with the public
+    functions' defaults. UnsupportedProblem for sizes or a contract that no call can have.
     """
     if fault := problem_fault(problem):
         raise UnsupportedProblem(fault)
+    if problem.B > call.MAX_REQUESTS:
+        raise UnsupportedProblem(
+            f"{problem.B} requests: expected at most {call.MAX_REQUESTS} a call"
+        )
     bound = _runtime(device, index).bind(problem.contract)
-    bound.at(problem.work_units)
-    return bound
+    return Plan(bound, problem.B, problem.HV, numbers)
 
 
 def prepare(contract: Contract, device: str = "cuda", index: int = 0) -> Bound:
@@ -53,6 +59,13 @@ def load_table(path: str | os.PathLike[str], device: str | None = None, index: i
         found = _runtime(device, index)
     found.use(path)
     call.forget()
+
+
+def table_hash(device: str = "cuda", index: int = 0) -> str:
+    """16 hex digits of what decides the choices on a device: its tables and this version. Ranks of
+    one job that print the same one choose the same kernels.
+    """
+    return _runtime(device, index).table_hash()
 
 
 def _runtime(

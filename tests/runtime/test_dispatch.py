@@ -192,7 +192,7 @@ def test_batch_invariant_is_one_variant(places):
 def test_plan_and_prepare(places):
     """plan loads one cell's function, prepare all of a contract's."""
     bound = gdntune.plan(Problem(CONTRACT, 2, 2, 4), device="cpu")
-    assert callable(bound.at(8))
+    assert callable(bound.bound.at(8)) and "gdn_decode" in repr(bound) + repr(bound.bound)
     assert all(f is not None for f in gdntune.prepare(CONTRACT, device="cpu")._functions)
 
 
