@@ -29,7 +29,7 @@ LIGHT = (
     "results.table timing"
 )
 # Arrows against the order that are still there. The list may only shrink.
-BACK = {("tuning", "search")}
+BACK: set[tuple[str, str]] = set()
 CIRCLES: set[tuple[str, str]] = set()
 
 

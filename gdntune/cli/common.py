@@ -157,8 +157,6 @@ def config_of(
     kernels.use(own_kernels or ())
     source = _named(path)
     found = config.load(source) if isinstance(source, Path) else config.parse(source, path.name)
-    found.check_kernels(kernels.KERNELS)
-    found.check_knobs(kernels.KERNELS)
     found = found.only(parts) if parts else found
     pair = numbers("--heads", heads, distinct=False)
     if heads is not None and (len(pair) != 2 or pair[1] % pair[0]):

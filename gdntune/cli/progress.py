@@ -16,7 +16,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
-from gdntune.search import Progress
+from gdntune.tuning.run import Progress
 
 
 class Bar(Progress):

@@ -1,34 +1,40 @@
-"""One contract's checks, or one cell's times, on one worker, as records: tries again, and finds the
-variants that take a process down.
+"""One contract's checks, or one cell's times, on one worker, as records: tries again, and finds what
+takes a process down.
 """
 
-import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from gdntune.errors import MeasurementError
+from gdntune.device.arch import Device
+from gdntune.errors import GdntuneError, MeasurementError
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.results.journal import Cell, Check, Record, Trial
-from gdntune.tuning import worker as session
+from gdntune.tuning import probe, worker
 from gdntune.tuning.config import Search
-from gdntune.tuning.executors import Crashed, Worker
+from gdntune.tuning.executors import Crashed, NotStarted, Worker
+from gdntune.tuning.measure import CellResult, CellTiming, Role
+from gdntune.tuning.probe import Named, Probe
+from gdntune.tuning.throttling import THROTTLED
+
+if TYPE_CHECKING:
+    from gdntune.peers.spec import Entry, Peer
 
 # A check compares a few small problems, a cell at most search.max_cell_seconds of timing: what
-# takes longer hangs.
+# takes longer hangs. A peer's first call at a shape compiles, and the first of all imports its
+# library.
 CHECK_TIMEOUT_S = 120.0
 CHECK_EACH_S = 2.0
 CELL_GRACE_S = 120.0
+PROBE_TIMEOUT_S = 300.0
 # A throttled cell, one during which a clock moved, and one whose times cannot be true, is timed
 # again.
 RETRIES = 1
-# So many throttled cells of a device in a row, each twice and after a wait, are no accident.
-THROTTLED_IN_A_ROW = 3
-_THROTTLED = "throttled by "
 # How torch, CUDA and the system say that there was no memory; an illegal access is of another kind.
 _NO_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|not enough memory|(can't|cannot) allocate",
@@ -40,7 +46,7 @@ class _Timing(Protocol):
     """What a timing process returns of a cell."""
 
     @property
-    def took(self) -> session.Took: ...
+    def timing(self) -> CellTiming: ...
 
 
 T = TypeVar("T", bound=_Timing)
@@ -51,8 +57,7 @@ def attempts(measure: "Callable[[], T | Crashed]") -> "T | Crashed | Measurement
     there is.
 
     That is one during which a clock moved, or else the last: throttled, or MeasurementError where
-        its times cannot be true. A crash
-    is returned at once.
+    its times cannot be true. A crash is returned at once.
     """
     disturbed: Counter[str] = Counter()
     kept: T | None = None
@@ -65,8 +70,8 @@ def attempts(measure: "Callable[[], T | Crashed]") -> "T | Crashed | Measurement
         else:
             if isinstance(found, Crashed):
                 return found
-            got, took = found, found.took
-            what = "throttled" if took.throttled else "shifted" if took.shifted else ""
+            got, timing = found, found.timing
+            what = "throttled" if timing.throttled else "shifted" if timing.shifted else ""
             if not what:
                 return found
             if what == "shifted":
@@ -81,14 +86,14 @@ def check_limit(variants: Sequence[Variant]) -> float:
     return CHECK_TIMEOUT_S + CHECK_EACH_S * len(variants)
 
 
-def check(worker: Worker, contract: Contract, variants: Sequence[Variant]) -> list[Check]:
+def check(on: Worker, contract: Contract, variants: Sequence[Variant]) -> list[Check]:
     """Checks variants together; where that takes the process down, in halves, so that the culprit
     is found.
     """
     if not variants:
         return []
     limit = check_limit(variants)
-    got = worker.run(session.check_task, contract, list(variants), timeout=limit)
+    got = on.run(worker.check_task, contract, list(variants), timeout=limit)
     if not isinstance(got, Crashed):
         return [
             Check(contract=contract, variant=v.id, status="ok" if ok else "failed",
@@ -100,16 +105,16 @@ def check(worker: Worker, contract: Contract, variants: Sequence[Variant]) -> li
             Check(contract=contract, variant=variants[0].id, status=got.status, reason=got.reason)  # type: ignore[arg-type]
         ]
     middle = len(variants) // 2
-    return check(worker, contract, variants[:middle]) + check(worker, contract, variants[middle:])
+    return check(on, contract, variants[:middle]) + check(on, contract, variants[middle:])
 
 
-class Plan(NamedTuple):
-    """A cell to time. default: the default rule's choice, the first of `variants`, or unset where
-    it is not among them.
+class CellJob(NamedTuple):
+    """A cell to time. default: the default rule's choice, unset where it is not among `variants`.
 
-    purpose: why it is timed where it is no cell of the config. named: whether the journal says
-        which device timed it.
-    sure: ids of `variants` that are timed to the end whatever their first samples say.
+    choice: of a bench, the variant that was chosen beforehand. purpose: why it is timed where it is
+    no cell of the config. named: whether the journal says which device timed it. always_final: ids
+    of `variants` that are timed to the end whatever their first samples say. peers: whose entries
+    are timed beside them, on `device`.
     """
 
     problem: Problem
@@ -117,142 +122,215 @@ class Plan(NamedTuple):
     floors: list[Variant]
     search: Search
     default: str | msgspec.UnsetType = msgspec.UNSET
+    choice: str | msgspec.UnsetType = msgspec.UNSET
     purpose: Literal["bisection", "held-out"] | msgspec.UnsetType = msgspec.UNSET
     named: bool = False
-    sure: frozenset[str] = frozenset()
+    always_final: frozenset[str] = frozenset()
+    peers: "Mapping[str, Peer]" = MappingProxyType({})
+    device: Device | None = None
+    entries: tuple[Named, ...] = ()
 
-    def cell(self, worker: Worker, status: Literal["ok", "failed"], **fields: Any) -> Cell:
+    def cell(self, on: Worker, status: Literal["ok", "failed"], **fields: Any) -> Cell:
         """The record that closes the cell."""
-        where = worker.name if self.named else msgspec.UNSET
+        where = on.name if self.named else msgspec.UNSET
         return Cell(
             problem=self.problem, status=status, purpose=self.purpose, timed_on=where, **fields
         )
 
+    def lost(self, variant: Variant, end: Probe | Crashed, role: Role = "decode") -> Trial:
+        """The row of what has no times."""
+        return Trial(
+            problem=self.problem,
+            variant=variant,
+            role=role,
+            stage="screen" if role == "decode" else "final",
+            status=end.status,  # type: ignore[arg-type]
+            reason=end.reason,
+        )
 
-def time(worker: Worker, plan: Plan, retries: int = RETRIES) -> list[Record]:
-    """A cell's trials, and the Cell that closes them, last."""
-    limit = plan.search.max_cell_seconds + CELL_GRACE_S
-    cell = plan.problem, plan.variants, plan.floors, plan.search, plan.sure
-    got = attempts(lambda: worker.run(session.time_task, *cell, timeout=limit))
+    def alone(self, variants: list[Variant], entries: Sequence[Named] = ()) -> "CellJob":
+        """A quick look at some of it, to see whether it takes the process down."""
+        quick = msgspec.structs.replace(self.search, screen_rounds=2, final_rounds=2, keep=1)
+        return self._replace(
+            variants=variants,
+            floors=[],
+            search=quick,
+            entries=tuple(entries),
+            always_final=frozenset(),
+        )
+
+
+def time(on: Worker, job: CellJob) -> list[Record]:
+    """A cell's trials, and the Cell that closes them, last. Entries of peers are checked first; one
+    that fails is a row with its reason.
+    """
+    records, entries = _probed(on, job)
+    return records + _timed(on, job._replace(entries=tuple(entries)), RETRIES)
+
+
+def _probed(on: Worker, job: CellJob) -> tuple[list[Record], list[Named]]:
+    """The entries of peers that may be timed, each called once and checked; a row for the others."""
+    records: list[Record] = []
+    ready: list[Named] = []
+    for name, peer in job.peers.items():
+        found, reason = _serving(peer, job)
+        if not found:
+            lost = Crashed("failed", reason or "it has no entries")
+            records.append(job.lost(peer.variant(), lost, "peer"))
+        for entry in found:
+            got: Probe | Crashed
+            try:
+                got = on.run(
+                    worker.probe_task, job.problem, (name, entry.name), timeout=PROBE_TIMEOUT_S
+                )
+            except NotStarted:
+                raise
+            except GdntuneError as e:
+                got = _refused(e)
+            variant = peer.variant(entry, job.problem)
+            if isinstance(got, Probe) and got.status == "ok":
+                ready.append((name, entry.name))
+                records.append(
+                    Check(
+                        contract=job.problem.contract,
+                        variant=variant.id,
+                        status="ok",
+                        error=got.error,
+                        seconds=got.seconds,
+                    )
+                )
+            else:
+                records.append(job.lost(variant, got, "peer"))
+    return records, ready
+
+
+def _serving(peer: "Peer", job: CellJob) -> "tuple[list[Entry], str]":
+    """A peer's entries that serve a cell; where there are none, why."""
+    if reason := peer.absent():
+        return [], reason
+    if job.device is not None and peer.device != job.device.kind:
+        here = f"{job.device.name} ({job.device.kind})"
+        return [], f"runs on {peer.device} alone, this device is {here}"
+    return peer.serving(job.problem)
+
+
+def _refused(e: GdntuneError) -> Crashed:
+    return Crashed("failed", f"{type(e).__name__}: {e}")
+
+
+def cell_limit(job: CellJob) -> float:
+    """Seconds after which timing a cell hangs."""
+    peers = PROBE_TIMEOUT_S if job.entries else 0.0
+    return job.search.max_cell_seconds + CELL_GRACE_S + peers
+
+
+def _measured(on: Worker, job: CellJob) -> CellResult | Crashed | MeasurementError:
+    """A cell's samples. With entries of peers, what gdntune refuses there is theirs too."""
+    limit = cell_limit(job)
+    cell = job.problem, job.variants, job.floors, job.search, job.always_final, job.entries
+    try:
+        got = attempts(lambda: on.run(worker.time_task, *cell, timeout=limit))
+    except NotStarted:
+        raise
+    except GdntuneError as e:
+        if not job.entries:
+            raise
+        return _refused(e)
+    return _refused(got) if job.entries and isinstance(got, MeasurementError) else got
+
+
+def _timed(on: Worker, job: CellJob, retries: int) -> list[Record]:
+    got = _measured(on, job)
     if isinstance(got, MeasurementError):
         # records that a timer lost, say: the cell's fault, and no reason to end the sweep
-        return [plan.cell(worker, "failed", reason=str(got))]
+        return [job.cell(on, "failed", reason=str(got))]
     if isinstance(got, Crashed):
-        return _culprits(worker, plan, got, limit, retries)
+        return _without_entries(on, job, got, retries)
     records: list[Record] = []
-    for t in got.timed if not got.took.throttled else ():
-        screen = Trial(
-            problem=plan.problem,
-            variant=t.variant,
-            role=t.role,
-            stage="screen",
-            status="ok",
-            samples_us=t.screen_us,
+    for t in got.timed if not got.timing.throttled else ():
+        trial = Trial(
+            problem=job.problem, variant=t.variant, role=t.role, stage="screen", status="ok"
         )
-        records.append(screen)
-        if t.final_us:
-            records.append(msgspec.structs.replace(screen, stage="final", samples_us=t.final_us))
-    return [*records, plan.cell(worker, default_variant=plan.default, **went(got.took))]
+        for stage, us in (("screen", t.screen_us), ("final", t.final_us)):
+            if us:
+                records.append(msgspec.structs.replace(trial, stage=stage, samples_us=us))
+    closed = job.cell(on, default_variant=job.default, choice=job.choice, **went(got.timing))
+    return [*records, closed]
 
 
-def went(took: session.Took) -> dict[str, Any]:
+def went(timing: CellTiming) -> dict[str, Any]:
     """The fields of a Cell that say how its timing went; one that was throttled failed, so that its
     sweep tries it again.
 
     One during which a clock moved in every attempt is kept: a device at its power limit is at its
-        own clocks.
+    own clocks.
     """
-    reason = f"{_THROTTLED}{took.throttled}" if took.throttled else ""
+    reason = f"{THROTTLED}{timing.throttled}" if timing.throttled else ""
     return {
-        "status": "failed" if took.throttled else "ok",
-        "reason": reason or (f"clocks moved: {took.shifted}" if took.shifted else ""),
-        "stop": took.stop,
-        "seconds": round(took.seconds, 4),
-        "clocks_before": msgspec.to_builtins(took.before),
-        "clocks_after": msgspec.to_builtins(took.after),
+        "status": "failed" if timing.throttled else "ok",
+        "reason": reason or (f"clocks moved: {timing.shifted}" if timing.shifted else ""),
+        "stop": timing.stop,
+        "seconds": round(timing.seconds, 4),
+        "clocks_before": msgspec.to_builtins(timing.before),
+        "clocks_after": msgspec.to_builtins(timing.after),
     }
 
 
-def _culprits(
-    worker: Worker, plan: Plan, whole: Crashed, limit: float, retries: int
-) -> list[Record]:
-    """After a cell took its process down: finds the variants that do so alone, records them, times
-    the rest.
+def _without_entries(on: Worker, job: CellJob, whole: Crashed, retries: int) -> list[Record]:
+    """After a cell took its process down: where it does not so without the entries of peers, finds
+    those that bring it about, each a row that says so, and times the rest.
+
+    Where none does so alone, all do together.
+    """
+    if not job.entries:
+        return _without_variants(on, job, whole, retries)
+    ours = _measured(on, job.alone(job.variants)._replace(floors=job.floors))
+    if not isinstance(ours, CellResult):
+        return _without_variants(on, job._replace(entries=()), whole, retries)
+    bad: dict[Named, Crashed] = {}
+    for entry in job.entries:
+        got = _measured(on, job.alone(job.variants[:1], [entry]))
+        if isinstance(got, CellResult) and got.timing.throttled:
+            return [job.cell(on, **went(got.timing))]
+        if isinstance(got, Crashed):
+            bad[entry] = got
+    if not bad:
+        said = f"with others in one measurement, though not alone: {whole.reason}"
+        bad = dict.fromkeys(job.entries, Crashed(whole.status, said))
+    rows: list[Record] = [
+        job.lost(probe.recorded(e, job.problem), crash, "peer") for e, crash in bad.items()
+    ]
+    rest = tuple(e for e in job.entries if e not in bad)
+    return rows + _timed(on, job._replace(entries=rest), retries)
+
+
+def _without_variants(on: Worker, job: CellJob, whole: Crashed, retries: int) -> list[Record]:
+    """Finds the variants that take a process down alone, records them, times the rest.
 
     Where none does so, something else ended the process (the system, short of memory; a kill): the
     cell is timed again. Where the first two find no memory, each alone, the cell is too large for
     what is free, and no variant is to blame.
     """
-    quick = msgspec.structs.replace(plan.search, screen_rounds=2, final_rounds=2, keep=1)
     bad: dict[str, Crashed] = {}
-    for n, v in enumerate(plan.variants, 1):
-        # times that cannot be true are no crash
-        with contextlib.suppress(MeasurementError):
-            got = worker.run(session.time_task, plan.problem, [v], [], quick, timeout=limit)
-            if isinstance(got, Crashed):
-                bad[v.id] = got
-                full = all(_NO_MEMORY.search(crash.reason) for crash in bad.values())
-                if full and len(bad) == n == min(2, len(plan.variants)):
-                    return [plan.cell(worker, "failed", reason=whole.reason)]
-            elif got.took.throttled:
-                return [plan.cell(worker, **went(got.took))]
+    for n, v in enumerate(job.variants, 1):
+        got = _measured(on, job.alone([v]))
+        if isinstance(got, Crashed):
+            bad[v.id] = got
+            full = all(_NO_MEMORY.search(crash.reason) for crash in bad.values())
+            if full and len(bad) == n == min(2, len(job.variants)):
+                return [job.cell(on, "failed", reason=whole.reason)]
+        elif isinstance(got, CellResult) and got.timing.throttled:
+            return [job.cell(on, **went(got.timing))]
     if not bad and retries:
-        return time(worker, plan, retries - 1)
+        return _timed(on, job, retries - 1)
     if not bad:
-        return [plan.cell(worker, "failed", reason=f"{whole.reason}; no variant does so alone")]
-    trials: list[Record] = [
-        Trial(
-            problem=plan.problem,
-            variant=v,
-            stage="screen",
-            status=bad[v.id].status,  # type: ignore[arg-type]
-            reason=bad[v.id].reason,
-        )
-        for v in plan.variants
-        if v.id in bad
-    ]
-    rest = [v for v in plan.variants if v.id not in bad]
+        return [job.cell(on, "failed", reason=f"{whole.reason}; no variant does so alone")]
+    rows: list[Record] = [job.lost(v, bad[v.id]) for v in job.variants if v.id in bad]
+    rest = [v for v in job.variants if v.id not in bad]
     if not rest:
-        return [*trials, plan.cell(worker, "failed", reason=whole.reason)]
-    default = plan.default if plan.default not in bad else msgspec.UNSET
-    return trials + time(worker, plan._replace(variants=rest, default=default))
-
-
-class Throttling:
-    """Counts the throttled cells that each device had in a row; a device is named where several
-    share the cells.
-    """
-
-    def __init__(self) -> None:
-        self._in_a_row: Counter[str | msgspec.UnsetType] = Counter()
-
-    def see(self, records: Sequence[Record]) -> None:
-        """Takes note of a cell's records."""
-        for cell in (r for r in records if isinstance(r, Cell)):
-            self._in_a_row[cell.timed_on] = (
-                self._in_a_row[cell.timed_on] + 1 if was_throttled(cell) else 0
-            )
-
-    def fit(self, device: str | msgspec.UnsetType = msgspec.UNSET) -> bool:
-        """Whether a device holds its clocks, as far as its last cells say."""
-        return self._in_a_row[device] < THROTTLED_IN_A_ROW
-
-
-def was_throttled(cell: Cell) -> bool:
-    """Whether a cell has no times because its device was throttled."""
-    return cell.status != "ok" and cell.reason.startswith(_THROTTLED)
-
-
-def cannot_hold_its_clocks(records: Sequence[Record]) -> MeasurementError:
-    """What ends a sweep or bench whose last cell is the third in a row that was throttled."""
-    last = next(r.reason for r in reversed(records) if isinstance(r, Cell) and was_throttled(r))
-    return MeasurementError(
-        f"the last {THROTTLED_IN_A_ROW} cells were {last}, and so when timed again: at such clocks"
-        " another variant can be the fastest, so the run ends here. What is journalled stays, and"
-        " `gdntune report` of its folder shows it. See to the device's cooling and power, or take"
-        " another of its model, and give the same command again: it goes on with the cells that"
-        " are left, these last"
-    )
+        return [*rows, job.cell(on, "failed", reason=whole.reason)]
+    default = job.default if job.default not in bad else msgspec.UNSET
+    return rows + _timed(on, job._replace(variants=rest, default=default), RETRIES)
 
 
 def broken(records: Sequence[Record]) -> set[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import yaml
 
-from gdntune import strict
+from gdntune import kernels, strict
 from gdntune.device import arch
 from gdntune.errors import ConfigError, listed
 from gdntune.kernels.spec import Kernel, Variant
@@ -383,7 +383,11 @@ def load(path: str | os.PathLike[str]) -> Config:
 
 
 def parse(data: bytes | str, source: str = "<config>") -> Config:
-    """The config in YAML text; `source` names it in errors."""
+    """The config in YAML text, checked as a whole; `source` names it in errors.
+
+    Raises ConfigError for what no sweep could run: keys, sizes, kernels, and values of knobs that
+    no legal variant has.
+    """
     raw = _plain(data, source)
     written = _parts_of(raw)
     for path, part in [("$", raw), *((f"$.parts[{i}]", part) for i, part in enumerate(written))]:
@@ -397,6 +401,8 @@ def parse(data: bytes | str, source: str = "<config>") -> Config:
         )  # fmt: skip
     for where, fault in _faults(config, written):
         raise ConfigError(f"{source}: {where}{fault}")
+    config.check_kernels(kernels.KERNELS)
+    config.check_knobs(kernels.KERNELS)
     return config
 
 

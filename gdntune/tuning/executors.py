@@ -29,6 +29,12 @@ class Crashed(NamedTuple):
     reason: str
 
 
+class NotStarted(GdntuneError, RuntimeError):
+    """A timing process that does not start, however often: no variant is to blame, and the next
+    cells would fare no better.
+    """
+
+
 class Worker(Protocol):
     """One device's process. name: of the device, as a journal says where a cell was timed."""
 
@@ -39,7 +45,7 @@ class Worker(Protocol):
 
         A crash, a hang or what a variant raised is a value, and the next task has a fresh process,
         whose start has START_TIMEOUT_S of its own. What gdntune itself raises is raised, and
-        GdntuneError where the process does not start.
+        NotStarted where the process does not start.
         """
 
     def close(self) -> None:
@@ -68,8 +74,7 @@ class Begun:
             begun = self._call(self._begin, timeout=START_TIMEOUT_S)
             self._begun, tries = not isinstance(begun, Crashed), tries - 1
             if isinstance(begun, Crashed) and not (tries or self._closed):
-                # no variant is to blame, and the next cells would fare no better
-                raise GdntuneError(
+                raise NotStarted(
                     f"the timing process of {self.name or 'this host'} does not start:"
                     f" {begun.reason}; see that the device works (`gdntune doctor`), and give the"
                     " same command again: what is journalled stays"

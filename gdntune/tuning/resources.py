@@ -15,7 +15,7 @@ from gdntune.objects.build import Built
 from gdntune.objects.store import object_spec
 from gdntune.problem import Contract
 from gdntune.tuning.config import Config
-from gdntune.tuning.plan import plan
+from gdntune.tuning.plan import sweep_plan
 
 
 class Resource(NamedTuple):
@@ -97,10 +97,8 @@ def resources(configs: Iterable[Config], device: Device, built: Iterable[Built])
 
 def _variants(config: Config, device: Device) -> dict[Contract, list[Variant]]:
     """Of each contract those that a sweep tries, and those of the default rule that it leaves out."""
-    found = {
-        contract: dict.fromkeys((*decode, *floor))
-        for contract, (decode, floor) in plan(config, device).items()
-    }
-    for p in config.problems():
-        found[p.contract].setdefault(kernels.default(p.contract, p.work_units, device))
+    plan = sweep_plan(config, device)
+    found = {c: dict.fromkeys((*plan.tried[c], *plan.floors[c])) for c in plan.tried}
+    for p in plan.problems:
+        found[p.contract].setdefault(plan.default(p))
     return {contract: list(variants) for contract, variants in found.items()}

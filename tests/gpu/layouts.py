@@ -14,7 +14,7 @@ from gdntune.objects.store import Store, default_root
 from gdntune.problem import Contract, Problem
 from gdntune.runtime.dispatch import runtime
 from gdntune.timing import Policy, summary
-from gdntune.tuning.worker import Session
+from gdntune.tuning.session import Session
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 

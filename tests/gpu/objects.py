@@ -23,7 +23,7 @@ import test_kda
 import test_ops
 import test_properties
 
-from gdntune import kernels, search
+from gdntune import kernels
 from gdntune.device import arch
 from gdntune.kernels.spec import Variant
 from gdntune.objects.build import compile_objects
@@ -31,6 +31,7 @@ from gdntune.objects.store import ObjectSpec, Store, object_spec, write_bundle
 from gdntune.problem import Contract, contract_fault
 from gdntune.runtime.dispatch import Runtime
 from gdntune.tuning import config
+from gdntune.tuning.plan import plan_objects
 
 DIFFERENTIAL_CONTRACTS = {"gdn_decode": 110, "kda_decode": 80}
 LEAST_OF_A_KERNEL = 24
@@ -145,7 +146,7 @@ def objects(device: arch.Device) -> list[tuple[ObjectSpec, str]]:
         (object_spec(kernels.get(v.kernel), c, v, device), kernels.get(v.kernel).compiler)
         for c, v in pairs
     ]
-    found += search.plan_objects(config.parse(test_faults_gpu.HONEST), device)
+    found += plan_objects(config.parse(test_faults_gpu.HONEST), device)
     return list({spec.key: (spec, compiler) for spec, compiler in found}.values())
 
 

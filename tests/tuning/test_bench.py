@@ -1,4 +1,4 @@
-"""gdntune/bench.py: peers beside our choice, the default and the floor; what fails is a row that
+"""gdntune/tuning/bench.py: peers beside our choice, the default and the floor; what fails is a row that
 says so.
 """
 
@@ -25,10 +25,11 @@ from gdntune.report.report import report
 from gdntune.report.words import ratio
 from gdntune.results import judge, table
 from gdntune.results.derive import derive
-from gdntune.results.journal import Cell, Check, Journal, Trial, digest, read
+from gdntune.results.journal import Build, Cell, Check, Journal, Trial, digest, read
 from gdntune.results.table import Interval, Rule, TableVariant
 from gdntune.timing import Policy
-from gdntune.tuning import bench, bench_session, config
+from gdntune.tuning import bench, config, worker
+from gdntune.tuning import run as engine
 
 TINY = """
 name: tiny
@@ -59,9 +60,9 @@ SIZES = [(2, 1, 2), (2, 2, 2), (4, 1, 1), (4, 1, 2)]
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """Compiled objects, kept for the module."""
-    return Store(tmp_path_factory.mktemp("objects"))
+def store():
+    """Compiled objects, kept for all tests."""
+    return Store()
 
 
 def run(folder, store, *names, text=TINY, **options):
@@ -126,15 +127,18 @@ def test_a_cell_holds_ours_the_floor_and_the_peer(benched):
     assert outcome.timed == 4 and outcome.notes == []
     checked = {r.variant for r in records if isinstance(r, Check) and r.status == "ok"}
     for problem in config.parse(TINY).problems():
-        timed = [
+        every = [
             r for r in records if isinstance(r, Trial) and r.problem == problem and r.status == "ok"
         ]
+        # of many floors the best have final samples; ours and the peers' are not chosen among
+        assert {r.role for r in every if r.stage == "screen"} == {"floor"}
+        timed = [r for r in every if r.stage == "final"]
         roles = [r.role for r in timed]
         assert roles.count("decode") == 1 and roles.count("floor") == 2
         assert all(r.variant.id in checked for r in timed if r.role != "floor")
         assert {len(r.samples_us) for r in timed} == {6}
     cells = [r for r in records if isinstance(r, Cell)]
-    assert [c.status for c in cells] == ["ok"] * 4 and cells[0].stop == "6 rounds"
+    assert [c.status for c in cells] == ["ok"] * 4 and cells[0].stop == "6 final rounds"
     assert header.software["peer library"] == arch.software()["torch"]
     assert header.software["table for gdn_decode"] == "none: the default rule"
 
@@ -167,7 +171,7 @@ def test_a_place_is_looked_at_before_anything_is_compiled(benched, store, tmp_pa
     everything was compiled.
     """
     folder, outcome = benched
-    monkeypatch.setattr(bench, "compile_objects", lambda *_, **__: pytest.fail("compiled"))
+    monkeypatch.setattr(engine, "compile_objects", lambda *_, **__: pytest.fail("compiled"))
     with pytest.raises(JournalError, match="rounds: 6 in the journal, 7 now"):
         run(folder, store, "fakes.library", rounds=7)
     with Journal.open(folder, outcome.run), pytest.raises(Locked):
@@ -184,13 +188,13 @@ def lost_records(start, problem, *rest):
     return honest_time_task(start, problem, *rest)
 
 
-honest_time_task = bench_session.time_task
+honest_time_task = worker.time_task
 
 
 def test_a_failed_cell_is_tried_again(monkeypatch, store, tmp_path):
     """Fault: a cell that failed counted as done. The same bench times it once more, and that alone."""
     with monkeypatch.context() as patched:
-        patched.setattr(bench_session, "time_task", lost_records)
+        patched.setattr(worker, "time_task", lost_records)
         first = run(tmp_path, store)
     assert first.timed == 3 and any("1 cells have no times" in note for note in first.notes)
     again = run(tmp_path, store)
@@ -214,7 +218,7 @@ def test_a_peer_is_not_blamed_for_what_the_timer_lost(monkeypatch, store, tmp_pa
     there their row.
     """
     monkeypatch.setenv("GDNTUNE_TEST_LOST", str(tmp_path / "lost"))
-    monkeypatch.setattr(bench_session, "time_task", lost_once)
+    monkeypatch.setattr(worker, "time_task", lost_once)
     outcome = run(tmp_path / "bench", store, "fakes.library", text=ONE)
     assert (tmp_path / "lost").exists() and outcome.timed == 1
     reasons = {
@@ -232,7 +236,7 @@ def hot(start, problem, *rest):
     """A device whose power brake is on; runs in the timing process."""
     got = honest_time_task(start, problem, *rest)
     return got._replace(
-        took=got.took._replace(before=arch.Clocks(event_reasons=("hw_power_brake_slowdown",)))
+        timing=got.timing._replace(before=arch.Clocks(event_reasons=("hw_power_brake_slowdown",)))
     )
 
 
@@ -241,7 +245,7 @@ def test_a_device_that_cannot_hold_its_clocks_ends_the_bench(monkeypatch, store,
     elsewhere.
     """
     with monkeypatch.context() as patched:
-        patched.setattr(bench_session, "time_task", hot)
+        patched.setattr(worker, "time_task", hot)
         with pytest.raises(
             MeasurementError,
             match="last 3 cells were throttled by hw_power_brake_slowdown, and so when timed again:",
@@ -466,7 +470,7 @@ def test_samples_of_whole_cycles(tmp_path, store):
     """
     outcome = run(tmp_path, store, "fakes.ring", text=ONE, rounds=5)
     (cell,) = (r for r in outcome.records if isinstance(r, Cell))
-    assert cell.stop == "5 rounds, and 1 to end whole cycles"
+    assert cell.stop == "5 final rounds, and 1 to end whole cycles"
     found = {r.role: r.samples_us for r in outcome.records if isinstance(r, Trial)}
     assert len(found["decode"]) == 6 and len(found["peer"]) == 3
     assert min(found["peer"]) >= 1000
@@ -481,9 +485,92 @@ def test_a_bench_on_several_sets_of_tensors(tmp_path, store):
     found = {
         r.variant.id: len(r.samples_us)
         for r in outcome.records
-        if isinstance(r, Trial) and r.status == "ok"
+        if isinstance(r, Trial) and r.status == "ok" and r.stage == "final"
     }
     assert found.pop("peer:ring.in_turns") == 3 and set(found.values()) == {6}
+
+
+def test_two_devices_share_a_bench(tmp_path):
+    """Fault: a bench ran on one device, whatever there were. `--devices 0,1` on a CPU: both time
+    cells, each cell with all its peers by one alone, and the journal says by which.
+    """
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    out = tmp_path / "out"
+    command = ["bench", str(path), "--peers", "fakes.library", "--rounds", "3", "--out", str(out)]
+    result = CliRunner().invoke(app, [*command, "--devices", "0,1", "--json"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    said = json.loads(result.stdout)
+    assert said["timed"] == said["cells"] == 4
+    assert any("2 processes timed on one CPU at once" in note for note in said["notes"])
+    _, records = read(out)
+    assert {r.timed_on for r in records if isinstance(r, Cell)} == {"cpu:0", "cpu:1"}
+    for problem in config.parse(TINY).problems():
+        found = rows([r for r in records if getattr(r, "role", "") == "peer"], problem)
+        assert len(found) == (3 if problem.contract.tokens == 1 else 1)
+    # another number of devices resumes the same journal
+    lines = (out / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "journal.jsonl").write_bytes(b"".join(lines[:-1]))
+    again = CliRunner().invoke(app, [*command, "--json"])
+    assert json.loads(again.stdout)["timed"] == 4
+    assert [r.status for r in read(out)[1] if isinstance(r, Cell)] == ["ok"] * 4
+
+
+@pytest.fixture
+def chosen(tmp_path, store):
+    """A problem, the default rule's choice there, another variant, and a table that names that."""
+    [problem] = config.parse(ONE).problems()
+    device = arch.detect("cpu")
+    default = kernels.default(problem.contract, problem.work_units, device)
+    other = next(v for v in kernels.variants(problem.contract, device) if v.id != default.id)
+    path = tmp_path / "mine.json"
+    write_table(path, problem, other, tmp_path / "source", store)
+    return problem, default, other, path
+
+
+def test_what_spills_is_not_benched(chosen, monkeypatch, store, tmp_path):
+    """Fault: the sweep left out what spills more than 64 bytes a thread, and the bench timed it."""
+    _, default, other, path = chosen
+    compile_objects = engine.compile_objects
+
+    def spilling(objects, store, **options):
+        return [
+            msgspec.structs.replace(
+                b, manifest=msgspec.structs.replace(b.manifest, spill_bytes=200)
+            )
+            if b.spec.label == other.id
+            else b
+            for b in compile_objects(objects, store, **options)
+        ]
+
+    monkeypatch.setattr(engine, "compile_objects", spilling)
+    outcome = run(tmp_path / "bench", store, text=ONE, table=path, rounds=3)
+    ours = [r for r in outcome.records if isinstance(r, Trial) and r.role == "decode"]
+    assert [r.variant.id for r in ours] == [default.id]
+    [lost] = [r for r in outcome.records if isinstance(r, Build) and r.status == "failed"]
+    assert lost.variant == other.id and "spills 200 bytes a thread" in lost.reason
+    assert outcome.timed == 0 and any("1 did not compile" in note for note in outcome.notes)
+
+
+def fragile(start, problem, decode, *rest):
+    """Ends its process where the variant that the environment names is timed."""
+    if any(v.id == os.environ["GDNTUNE_TEST_FRAGILE"] for v in decode):
+        os.abort()
+    return honest_time_task(start, problem, decode, *rest)
+
+
+def test_a_variant_of_ours_that_crashes_is_found(chosen, monkeypatch, store, tmp_path):
+    """Fault: a bench whose own variant took the process down failed the whole cell. The variant is
+    a row, and the peers are not blamed.
+    """
+    problem, default, other, path = chosen
+    monkeypatch.setenv("GDNTUNE_TEST_FRAGILE", other.id)
+    monkeypatch.setattr(worker, "time_task", fragile)
+    outcome = run(tmp_path / "bench", store, "fakes.library", text=ONE, table=path, rounds=3)
+    ours = {r.variant.id: r for r in outcome.records if getattr(r, "role", "") == "decode"}
+    assert ours[other.id].status == "crashed" and "process died" in ours[other.id].reason
+    assert ours[default.id].status == "ok"
+    assert rows(outcome.records, problem)["right"].status == "ok"
 
 
 def test_unknown_peers_are_refused(tmp_path, store):

@@ -8,13 +8,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdntune import kernels, search
 from gdntune.device import arch
 from gdntune.errors import ConfigError
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, contract_fault, problem_fault
 from gdntune.results import table
 from gdntune.tuning import config
+from gdntune.tuning.plan import sweep_plan
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -44,8 +44,6 @@ def test_shipped_configs_are_legal(path):
     assert [problem_fault(p) for p in problems if problem_fault(p)] == []
     keys = [(p.contract, p.work_units) for p in problems]
     assert keys == sorted(set(keys))
-    c.check_kernels(kernels.KERNELS)
-    c.check_knobs(kernels.KERNELS)
 
 
 @pytest.mark.parametrize("name, heads", [("qwen3-next-80b-a3b", 32), ("qwen3.5-397b-a17b", 64)])
@@ -635,23 +633,22 @@ def test_kernels_of_parts_restrict_their_contracts():
 
 def test_check_kernels_names_the_nearest():
     """A kernel or knob that is not there is refused with what is."""
-    known = {"recurrent": kernels.get("recurrent")}
-    read(kernels={"recurrent": {"ilp": [1]}}).check_kernels(known)
+    read(kernels={"recurrent": {"ilp": [1]}})
     with pytest.raises(
         ConfigError,
         match=r"\$.kernels has the unknown key `recurent` \(did you mean `recurrent`\?\)",
     ):
-        read(kernels={"recurent": {}}).check_kernels(known)
+        read(kernels={"recurent": {}})
     with pytest.raises(
         ConfigError,
         match=r"\$.kernels.recurrent has the unknown key `tile`.*accepted are tile_v, ilp, vec",
     ):
-        read(kernels={"recurrent": {"tile": [1]}}).check_kernels(known)
+        read(kernels={"recurrent": {"tile": [1]}})
     parts = [{"name": "a"}, {"name": "b", "kernels": {"recurrent": {"tile": [1]}}}]
     with pytest.raises(
         ConfigError, match=r"\$.parts\[1\].kernels.recurrent has the unknown key `tile`"
     ):
-        read(parts=parts).check_kernels(known)
+        read(parts=parts)
 
 
 WRONG_VALUES = {
@@ -688,23 +685,23 @@ WRONG_VALUES = {
 def test_a_value_that_no_variant_can_have_is_refused(wanted, said):
     """Fault: a knob's value that no legal variant has at any contract was dropped without a word."""
     with pytest.raises(ConfigError, match=rf"^small: \$\.kernels\.{said}"):
-        read(kernels=wanted).check_knobs(kernels.KERNELS)
+        read(kernels=wanted)
 
 
 def test_a_value_that_a_legal_variant_has_is_accepted():
     """A value is for any contract, also of another part that lists it; what is legal though never
     tried is no fault of a config.
     """
-    read(kernels={"recurrent": {"threads": [512], "early": [False]}}).check_knobs(kernels.KERNELS)
-    read(kernels={"cpu_recurrent": {"vec": [4, 8, 16]}}).check_knobs(kernels.KERNELS)
+    read(kernels={"recurrent": {"threads": [512], "early": [False]}})
+    read(kernels={"cpu_recurrent": {"vec": [4, 8, 16]}})
     shared = {"recurrent": {"heads": [True, False]}}
     parts = [{"name": "a"}, {"name": "b", "tokens": [4]}]
-    read(kernels=shared, parts=parts).check_knobs(kernels.KERNELS)
+    read(kernels=shared, parts=parts)
     with pytest.raises(
         ConfigError,
         match=r"\$\.parts\[1\]\.kernels\.recurrent\.heads lists True, .*: accepted are False$",
     ):
-        read(parts=[parts[0], {**parts[1], "kernels": shared}]).check_knobs(kernels.KERNELS)
+        read(parts=[parts[0], {**parts[1], "kernels": shared}])
 
 
 def test_shipped_parts_can_all_be_swept():
@@ -713,7 +710,9 @@ def test_shipped_parts_can_all_be_swept():
     """
     c, device = config.load(CONFIGS / "shipped.yaml"), arch.target("sm_90a")
     for part in c.parts:
-        for contract, (decode, floor) in search.plan(c.only([part.name]), device).items():
+        plan = sweep_plan(c.only([part.name]), device)
+        for contract in plan.tried:
+            decode, floor = plan.tried[contract], plan.floors[contract]
             assert len(decode) >= 8, (part.name, contract.key())
             assert floor, (part.name, contract.key())
     cells = set(c.problems())

@@ -32,9 +32,12 @@ from gdntune.results import derive, judge, table
 from gdntune.results.journal import Build, Cell, Check, Journal, Trial, read
 from gdntune.timing import Policy
 from gdntune.tuning import attempts as trials
-from gdntune.tuning import config
-from gdntune.tuning import worker as session
+from gdntune.tuning import config, notes, worker
+from gdntune.tuning import run as engine
 from gdntune.tuning.executors import Crashed
+from gdntune.tuning.measure import CellResult, CellTiming
+from gdntune.tuning.plan import plan_objects
+from gdntune.tuning.throttling import Throttling
 
 SHIPPED = Path(__file__).parents[2] / "tables" / "nvidia-h200" / "gdn_decode.json"
 TINY = """
@@ -50,9 +53,9 @@ search: {screen_rounds: 4, keep: 2, final_rounds: 8, max_cell_seconds: 5}
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """Compiled objects, kept for the module."""
-    return Store(tmp_path_factory.mktemp("objects"))
+def store():
+    """Compiled objects, kept for all tests."""
+    return Store()
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +79,7 @@ def test_a_sweep_ends_in_a_table(swept):
     folder, outcome = swept
     header, records = read(folder)
     assert header.policy == {"timer": "cpu", "l2": "cold-clean"}
-    assert all(r.status == "ok" for r in records), search.failures(records)
+    assert all(r.status == "ok" for r in records), notes.failures(records)
     assert {Build, Check, Trial, Cell} == {type(r) for r in records}
     checked, timed = set(), set()
     for r in records:
@@ -127,7 +130,7 @@ def test_a_place_is_looked_at_before_anything_is_compiled(swept, store, tmp_path
     of compiling.
     """
     folder, outcome = swept
-    monkeypatch.setattr(search, "compile_objects", lambda *_, **__: pytest.fail("compiled"))
+    monkeypatch.setattr(engine, "compile_objects", lambda *_, **__: pytest.fail("compiled"))
     with Journal.open(folder, outcome.run), pytest.raises(Locked, match=str(os.getpid())):
         run(folder, store)
     before = (folder / "journal.jsonl").read_bytes()
@@ -156,7 +159,7 @@ def test_a_folder_is_locked_while_a_sweep_compiles(store, tmp_path, monkeypatch)
             run(tmp_path, store)
         raise ToolMissing("no g++")
 
-    monkeypatch.setattr(search, "compile_objects", compiling)
+    monkeypatch.setattr(engine, "compile_objects", compiling)
     for _ in range(2):
         with pytest.raises(ToolMissing):
             run(tmp_path, store)
@@ -179,7 +182,7 @@ def test_a_timer_that_the_device_cannot_have_is_refused_first(store, tmp_path):
 def broken(monkeypatch, kind):
     """Plants a fault in one variant of the timing process, through its environment."""
     monkeypatch.setenv("GDNTUNE_TEST_FAULT", f"{kind}:tv16.ilp2.vec8")
-    monkeypatch.setattr(session, "check_task", faulty_check_task)
+    monkeypatch.setattr(worker, "check_task", faulty_check_task)
     if kind == "hang":
         # what hangs is found soon; what does not has its two minutes, whatever else runs here
         monkeypatch.setattr(
@@ -190,9 +193,9 @@ def broken(monkeypatch, kind):
 
 
 def faulty_check_task(start, contract, variants):
-    """`session.check_task` with the fault that the environment names; runs in the timing process."""
+    """`worker.check_task` with the fault that the environment names; runs in the timing process."""
     kind, victim = os.environ["GDNTUNE_TEST_FAULT"].split(":")
-    current = session.current(start)
+    current = worker.current(start)
     honest = current.function
 
     def function(contract, variant, label=None):
@@ -224,7 +227,7 @@ def fault(kind, inner, arguments):
         time.sleep(10**4)
 
 
-honest_check_task = session.check_task
+honest_check_task = worker.check_task
 
 
 @pytest.mark.parametrize(
@@ -264,7 +267,7 @@ def test_plan_objects_covers_a_sweep(store):
         .replace("K: 64, V: 64", "K: 128, V: 128")
         .split("kernels:")[0]
     )
-    objects = search.plan_objects(cfg, device)
+    objects = plan_objects(cfg, device)
     names = {(spec.kernel, spec.label) for spec, _ in objects}
     assert len({spec.key for spec, _ in objects}) == len(objects)
     assert ("stream", "flush") in names
@@ -336,23 +339,23 @@ def test_sweeps_repeat_each_other(store, tmp_path):
     assert max(max(us) / min(us) - 1 for us in means) > LOSES
 
 
-def lost_records(start, problem, decode, floor, effort, sure=()):
+def lost_records(start, problem, decode, floor, effort, *rest):
     """A timer that lost its records at one cell; runs in the timing process."""
     from gdntune.errors import MeasurementError
 
     if problem.B == 8:
         raise MeasurementError("3 of 12 segments have no record")
-    return honest_time_task(start, problem, decode, floor, effort, sure)
+    return honest_time_task(start, problem, decode, floor, effort, *rest)
 
 
-honest_time_task = session.time_task
+honest_time_task = worker.time_task
 
 
 def test_a_cell_that_cannot_be_measured_does_not_end_the_sweep(monkeypatch, store, tmp_path):
     """Times that cannot be true fail their cell, after a second attempt, with the reason; the
     others are measured.
     """
-    monkeypatch.setattr(session, "time_task", lost_records)
+    monkeypatch.setattr(worker, "time_task", lost_records)
     outcome = run(tmp_path, store)
     cells = {r.problem.B: (r.status, r.reason) for r in outcome.records if isinstance(r, Cell)}
     assert cells[8] == ("failed", "3 of 12 segments have no record")
@@ -360,18 +363,18 @@ def test_a_cell_that_cannot_be_measured_does_not_end_the_sweep(monkeypatch, stor
     assert outcome.table is not None
 
 
-def no_memory(start, problem, decode, floor, effort, sure=()):
+def no_memory(start, problem, decode, floor, effort, *rest):
     """A machine that others fill at one cell; runs in the timing process."""
     if problem.B == 8:
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    return honest_time_task(start, problem, decode, floor, effort, sure)
+    return honest_time_task(start, problem, decode, floor, effort, *rest)
 
 
-def hot(start, problem, decode, floor, effort, sure=()):
+def hot(start, problem, decode, floor, effort, *rest):
     """A device whose clocks heat holds down; runs in the timing process."""
-    got = honest_time_task(start, problem, decode, floor, effort, sure)
+    got = honest_time_task(start, problem, decode, floor, effort, *rest)
     now = arch.Clocks(sm_mhz=990, temperature_c=87, event_reasons=("sw_thermal_slowdown",))
-    return got._replace(took=got.took._replace(after=now))
+    return got._replace(timing=got.timing._replace(after=now))
 
 
 def hot_at_eight(start, problem, *rest):
@@ -389,7 +392,7 @@ def power_limited(start, problem, *rest):
         left, asked = int(f.readline()), len(f.readlines())
         f.write("asked\n")
     before, after = arch.Clocks(sm_mhz=1980), arch.Clocks(sm_mhz=1620 if asked < left else 1965)
-    return got._replace(took=got.took._replace(before=before, after=after))
+    return got._replace(timing=got.timing._replace(before=before, after=after))
 
 
 @pytest.mark.parametrize(
@@ -405,7 +408,7 @@ def test_a_cell_is_timed_again_when_a_clock_moved(
     count = tmp_path / "attempts"
     count.write_text(f"{attempts}\n")
     monkeypatch.setenv("GDNTUNE_TEST_ATTEMPTS", str(count))
-    monkeypatch.setattr(session, "time_task", power_limited)
+    monkeypatch.setattr(worker, "time_task", power_limited)
     outcome = run(tmp_path / "sweep", store)
     assert len(count.read_text().splitlines()) - 1 == asked
     assert [(r.status, r.reason) for r in outcome.records if isinstance(r, Cell)] == [
@@ -418,7 +421,7 @@ class Attempt(NamedTuple):
     """What a timing process returned of a cell, as far as `attempts` looks."""
 
     number: int
-    took: session.Took
+    timing: CellTiming
 
 
 WELL, HOT, MOVED = (
@@ -463,7 +466,7 @@ def test_attempts(outcomes, asked, found):
         return (
             Crashed("crashed", "")
             if kind == "c"
-            else Attempt(len(made) - 1, session.Took("", 1.0, WELL, after))
+            else Attempt(len(made) - 1, CellTiming("", 1.0, WELL, after))
         )
 
     got = trials.attempts(measure)
@@ -478,7 +481,7 @@ def test_throttled_cells_are_counted_a_device():
         cell, status="failed", reason="throttled by hw_slowdown", timed_on="cuda:1"
     )
     for good, fit in (("cuda:0", False), ("cuda:1", True)):
-        seen = trials.Throttling()
+        seen = Throttling()
         for records in ([bad], [bad], [msgspec.structs.replace(cell, timed_on=good)], [bad]):
             seen.see(records)
         assert seen.fit("cuda:1") == fit and seen.fit("cuda:0") and seen.fit()
@@ -491,7 +494,7 @@ def test_a_device_that_cannot_hold_its_clocks_ends_the_sweep(monkeypatch, store,
     text = TINY.replace("batch: [1, 8]", "batch: [1, 2, 4, 8, 16]")
     assert text != TINY
     with monkeypatch.context() as patched:
-        patched.setattr(session, "time_task", hot)
+        patched.setattr(worker, "time_task", hot)
         with pytest.raises(
             MeasurementError,
             match="the last 3 cells were throttled by sw_thermal_slowdown .SMs at 990 MHz, 87 C.*cooling",
@@ -505,7 +508,7 @@ def test_a_device_that_cannot_hold_its_clocks_ends_the_sweep(monkeypatch, store,
     assert not (tmp_path / "table.json").exists()
     # those that had no turn come first, so that cells that throttle the device do not bar the way
     with monkeypatch.context() as patched:
-        patched.setattr(session, "time_task", hot)
+        patched.setattr(worker, "time_task", hot)
         with pytest.raises(MeasurementError):
             run(tmp_path, store, text)
     _, records = read(tmp_path / "journal.jsonl")
@@ -526,7 +529,7 @@ def test_a_device_that_cannot_hold_its_clocks_leaves_its_cells_to_the_others(
 ):
     """Fault: one throttled GPU of several ended the sweep, and what the others were at was lost."""
     text = TINY.replace("batch: [1, 8]", "batch: [1, 2, 3, 4, 5, 6, 7, 8]")
-    monkeypatch.setattr(session, "time_task", hot_there)
+    monkeypatch.setattr(worker, "time_task", hot_there)
     outcome = run(tmp_path, store, text, devices=(0, 1))
     assert outcome.table.evidence.cells == 8
     cells = [r for r in outcome.records if isinstance(r, Cell)]
@@ -577,7 +580,7 @@ class Full:
             return Crashed(
                 "crashed", "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"
             )
-        return session.CellResult([], session.Took("", 0.1, WELL, WELL))
+        return CellResult([], CellTiming("", 0.1, WELL, WELL))
 
 
 @pytest.mark.parametrize("greedy", ["all", "first"])
@@ -592,13 +595,13 @@ def test_a_cell_without_room(greedy, swept):
         if isinstance(r, Trial) and (r.stage, r.role) == ("screen", "decode")
     ]
     variants = [r.variant for r in screened if r.problem == cell.problem]
-    worker = Full(v.id for v in (variants if greedy == "all" else variants[:1]))
+    full = Full(v.id for v in (variants if greedy == "all" else variants[:1]))
     *blamed, record = trials.time(
-        worker, trials.Plan(cell.problem, variants, [], config.parse(TINY).search)
+        full, trials.CellJob(cell.problem, variants, [], config.parse(TINY).search)
     )
     if greedy == "all":
         assert (record.status, blamed) == ("failed", []) and "out of memory" in record.reason
-        assert worker.asked == 3 < len(variants)
+        assert full.asked == 3 < len(variants)
     else:
         assert record.status == "ok" and [r.variant for r in blamed] == variants[:1]
 
@@ -666,7 +669,7 @@ def test_a_failed_cell_is_tried_again(fault, reason, monkeypatch, store, tmp_pat
     then nothing is left to do.
     """
     with monkeypatch.context() as patched:
-        patched.setattr(session, "time_task", fault)
+        patched.setattr(worker, "time_task", fault)
         outcome = run(tmp_path, store)
     assert [e.work_units for i in outcome.table.rules[0].intervals for e in i.evidence] == [2]
     assert any(
@@ -694,7 +697,7 @@ def test_a_failed_cell_is_tried_again(fault, reason, monkeypatch, store, tmp_pat
 
 def test_a_cell_that_fails_again_stays_failed(monkeypatch, store, tmp_path):
     """Once more each time the sweep goes on, and counted as one cell."""
-    monkeypatch.setattr(session, "time_task", lost_records)
+    monkeypatch.setattr(worker, "time_task", lost_records)
     outcomes = [run(tmp_path, store) for _ in range(2)]
     for times, outcome in enumerate(outcomes, 1):
         assert [r.status for r in outcome.records if isinstance(r, Cell) and r.problem.B == 8] == [
@@ -715,9 +718,9 @@ def test_a_cell_without_variants_is_tried_again(monkeypatch, store, tmp_path):
     def honest(objects, store, options):
         return zip(objects, compile_objects(objects, store, **options), strict=True)
 
-    compile_objects = search.compile_objects
+    compile_objects = engine.compile_objects
     with monkeypatch.context() as patched:
-        patched.setattr(search, "compile_objects", failing)
+        patched.setattr(engine, "compile_objects", failing)
         outcome = run(tmp_path, store)
     assert outcome.table is None
     assert {r.reason for r in outcome.records if isinstance(r, Cell)} == {
@@ -731,7 +734,7 @@ def test_a_variant_that_keeps_memory_is_to_blame(monkeypatch, store, tmp_path):
     """Where some variants alone find no memory, it is they that fail, and the cell is timed without
     them.
     """
-    monkeypatch.setattr(session, "time_task", greedy)
+    monkeypatch.setattr(worker, "time_task", greedy)
     outcome = run(tmp_path, store)
     failed = {
         (r.problem.B, r.status)
@@ -745,11 +748,11 @@ def test_a_variant_that_keeps_memory_is_to_blame(monkeypatch, store, tmp_path):
     assert [r.status for r in outcome.records if isinstance(r, Cell)] == ["ok", "ok"]
 
 
-def greedy(start, problem, decode, floor, effort, sure=()):
+def greedy(start, problem, decode, floor, effort, *rest):
     """One variant that takes all memory at one cell; runs in the timing process."""
     if any("tv16.ilp2.vec8" in v.id for v in decode):
-        return no_memory(start, problem, decode, floor, effort, sure)
-    return honest_time_task(start, problem, decode, floor, effort, sure)
+        return no_memory(start, problem, decode, floor, effort, *rest)
+    return honest_time_task(start, problem, decode, floor, effort, *rest)
 
 
 def test_values_of_knobs_are_looked_at(store, tmp_path):

@@ -22,9 +22,9 @@ from gdntune.objects.store import Store
 from gdntune.report.report import report
 from gdntune.results import derive, journal, judge, table
 from gdntune.results.journal import FILE, Cell, Check, Trial, read
-from gdntune.tuning import config
-from gdntune.tuning import worker as session
+from gdntune.tuning import config, team, worker
 from gdntune.tuning.executors import Crashed
+from gdntune.tuning.plan import plan_objects, sweep_plan
 
 CONFIG = """
 name: shared
@@ -52,11 +52,11 @@ def sweep(folder, store, text=CONFIG, **options):
     )
 
 
-def made_up(start, problem, decode, floor, effort, sure=()):
-    """`session.time_task` with times from a formula: one variant is the fastest below 37 work
+def made_up(start, problem, decode, floor, effort, always_final=(), *rest):
+    """`worker.time_task` with times from a formula: one variant is the fastest below 37 work
     units, another above.
     """
-    got = honest_time_task(start, problem, decode, floor, effort, sure)
+    got = honest_time_task(start, problem, decode, floor, effort, always_final, *rest)
 
     def us(variant):
         if "tv16" in variant.id and "vec8" in variant.id:
@@ -72,13 +72,13 @@ def made_up(start, problem, decode, floor, effort, sure=()):
     return got._replace(timed=timed)
 
 
-honest_time_task = session.time_task
+honest_time_task = worker.time_task
 
 
 @pytest.fixture
 def crossing(monkeypatch):
     """Times with a crossover at 37 work units."""
-    monkeypatch.setattr(session, "time_task", made_up)
+    monkeypatch.setattr(worker, "time_task", made_up)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def added(tmp_path_factory, store):
     """A finished sweep that added cells: its folder and outcome."""
     folder = tmp_path_factory.mktemp("added")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(session, "time_task", made_up)
+        patched.setattr(worker, "time_task", made_up)
         return folder, sweep(folder, store)
 
 
@@ -118,14 +118,14 @@ def test_a_sweep_adds_cells_and_replays(added, tmp_path):
     assert (outcome.run.regret, outcome.run.keeps_default) == (0.01, True)
 
 
-def stingy(start, problem, decode, floor, effort, sure=()):
+def stingy(start, problem, decode, floor, effort, always_final=(), *rest):
     """`made_up`, where at held-out cells only what must be is timed to the end."""
-    got = made_up(start, problem, decode, floor, effort, sure)
-    if len(sure) < 2:
+    got = made_up(start, problem, decode, floor, effort, always_final, *rest)
+    if len(always_final) < 2:
         return got
     return got._replace(
         timed=[
-            t if t.role == "floor" or t.variant.id in sure else t._replace(final_us=[])
+            t if t.role == "floor" or t.variant.id in always_final else t._replace(final_us=[])
             for t in got.timed
         ]
     )
@@ -135,7 +135,7 @@ def test_the_judged_choice_has_final_samples(monkeypatch, store, tmp_path):
     """At held-out cells the table's choice and the default rule's are timed to the end, and nothing
     else need be.
     """
-    monkeypatch.setattr(session, "time_task", stingy)
+    monkeypatch.setattr(worker, "time_task", stingy)
     outcome = sweep(tmp_path, store)
     rules = {rule.when: rule for rule in outcome.table.rules}
     apart = 0
@@ -173,11 +173,11 @@ def test_a_sweep_with_added_cells_is_resumed(added, store, tmp_path):
         assert cells[0] == cells[1]
 
 
-def lost(start, problem, decode, floor, effort, sure=()):
+def lost(start, problem, decode, floor, effort, always_final=(), *rest):
     """`made_up`, with no times at cells that the sweep adds; runs in the timing process."""
     if problem.B not in (1, 8, 64):
         raise MeasurementError("3 of 12 segments have no record")
-    return made_up(start, problem, decode, floor, effort, sure)
+    return made_up(start, problem, decode, floor, effort, always_final, *rest)
 
 
 def test_added_cells_that_failed_are_tried_again(monkeypatch, store, tmp_path):
@@ -185,11 +185,11 @@ def test_added_cells_that_failed_are_tried_again(monkeypatch, store, tmp_path):
     They keep their purpose.
     """
     with monkeypatch.context() as patched:
-        patched.setattr(session, "time_task", lost)
+        patched.setattr(worker, "time_task", lost)
         first = sweep(tmp_path, store)
     # where a cell between two failed, no other is tried
     assert purposes(first.records) == {"own": 3, "bisection": 1, "held-out": 2}
-    monkeypatch.setattr(session, "time_task", made_up)
+    monkeypatch.setattr(worker, "time_task", made_up)
     outcome = sweep(tmp_path, store)
     cells = {}
     for r in outcome.records:
@@ -257,20 +257,20 @@ def test_two_processes_share_a_sweep(store, tmp_path):
     assert [r.timed_on for r in again.records if isinstance(r, Cell)].count(msgspec.UNSET) == 1
 
 
-def fragile(start, problem, decode, floor, effort, sure=()):
-    """`session.time_task` that ends its process at one cell where one variant is called; runs in
+def fragile(start, problem, decode, floor, effort, always_final=(), *rest):
+    """`worker.time_task` that ends its process at one cell where one variant is called; runs in
     the timing process.
     """
     if problem.B == 8 and any("tv16.ilp2.vec8" in v.id for v in decode):
         os.abort()
-    return honest_time_task(start, problem, decode, floor, effort, sure)
+    return honest_time_task(start, problem, decode, floor, effort, always_final, *rest)
 
 
 def test_a_crash_on_one_of_two(monkeypatch, store, tmp_path):
     """The variant that takes one worker down is a failed trial there and left out later; the other
     worker's cells are timed.
     """
-    monkeypatch.setattr(session, "time_task", fragile)
+    monkeypatch.setattr(worker, "time_task", fragile)
     text = CONFIG.replace(", held_out: 2", "")
     outcome = sweep(tmp_path, store, text, devices=(0, 1))
     failed = {
@@ -291,16 +291,16 @@ def test_a_worker_of_another_kind_is_refused(monkeypatch, store, tmp_path):
     """Devices or software that differ may not share a journal: the refusal says what differs, and
     nothing is journalled.
     """
-    asked = search._Sweep._identity
+    asked = team.identified
 
-    def other(self, worker):
-        found = asked(self, worker)
-        return {**found, "torch": "1.0"} if worker.name == "cpu:1" else found
+    def other(one):
+        found = asked(one)
+        return {**found, "torch": "1.0"} if one.name == "cpu:1" else found
 
-    monkeypatch.setattr(search._Sweep, "_identity", other)
+    monkeypatch.setattr(team, "identified", other)
     with pytest.raises(
         UnsupportedProblem,
-        match=r"cpu:1 cannot share this sweep: torch: .* here, 1\.0 there; accepted are",
+        match=r"cpu:1 cannot share this run: torch: .* here, 1\.0 there; expected devices",
     ):
         sweep(tmp_path, store, devices=(0, 1))
     assert not (tmp_path / FILE).exists()
@@ -332,7 +332,7 @@ def test_ray_shares_a_sweep(monkeypatch, store, tmp_path):
     """Two nodes share the cells; a variant that takes an actor down is a journalled failure, and
     the sweep goes on to its table.
     """
-    monkeypatch.setattr(session, "time_task", fragile)
+    monkeypatch.setattr(worker, "time_task", fragile)
     outcome = sweep(tmp_path, store, executor="ray")
     assert_whole(outcome, tmp_path)
     assert {
@@ -350,20 +350,20 @@ def test_a_host_without_the_files_gets_them(cluster, store, tmp_path):
     text = CONFIG
     device = arch.detect("cpu")
     c = config.parse(text)
-    built = build.compile_objects(search.plan_objects(c, device), store)
+    built = build.compile_objects(plan_objects(c, device), store)
     keys = [b.spec.key for b in built]
-    start = session.Start(device, 0, str(tmp_path / "not here"), (), c.policy)
+    start = worker.Start(device, 0, str(tmp_path / "not here"), (), c.policy)
     workers = ray_executor.ray_workers(start, keys, store)
     try:
         (contract,) = c.all_contracts()
-        variants = list(search.plan(c, device)[contract][0])
-        got = workers[0].run(session.check_task, contract, variants, timeout=120)
+        variants = list(sweep_plan(c, device).tried[contract])
+        got = workers[0].run(worker.check_task, contract, variants, timeout=120)
         assert [ok for ok, *_ in got] == [True] * len(variants)
         assert not (tmp_path / "not here").exists()
         assert len(list(cluster.glob("objects/*/*/object.o"))) == len(keys)
     finally:
-        for worker in workers:
-            worker.close()
+        for one in workers:
+            one.close()
 
 
 def stubborn(start):
@@ -393,27 +393,27 @@ def test_a_killed_actor_is_replaced(store, tmp_path):
     """
     from gdntune.tuning import ray as ray_executor
 
-    start = session.Start(arch.detect("cpu"), 0, str(store.root), (), config.parse(CONFIG).policy)
+    start = worker.Start(arch.detect("cpu"), 0, str(store.root), (), config.parse(CONFIG).policy)
     workers = ray_executor.ray_workers(start, [], store)
     try:
-        worker = workers[0]
-        first = worker.run(pid, timeout=60)
+        actor = workers[0]
+        first = actor.run(pid, timeout=60)
         threading.Timer(0.5, os.kill, (first, signal.SIGKILL)).start()
-        got = worker.run(stubborn, timeout=600)
+        got = actor.run(stubborn, timeout=600)
         assert isinstance(got, Crashed) and got.status == "crashed" and "process died" in got.reason
-        second = worker.run(pid, timeout=60)
+        second = actor.run(pid, timeout=60)
         assert second != first
-        got = worker.run(stubborn, timeout=1)
+        got = actor.run(stubborn, timeout=1)
         assert got == Crashed("timeout", "no answer within 1 s")
-        got = worker.run(faulty, timeout=60)
+        got = actor.run(faulty, timeout=60)
         assert isinstance(got, Crashed) and "ZeroDivisionError: x / 0" in got.reason
         with pytest.raises(MeasurementError, match="3 of 12 segments"):
-            worker.run(impossible, timeout=60)
-        assert worker.run(pid, timeout=60) not in (first, second)
+            actor.run(impossible, timeout=60)
+        assert actor.run(pid, timeout=60) not in (first, second)
     finally:
-        for worker in workers:
-            worker.close()
-    assert isinstance(worker.run(pid, timeout=5), Crashed)
+        for actor in workers:
+            actor.close()
+    assert isinstance(actor.run(pid, timeout=5), Crashed)
 
 
 def test_without_ray(monkeypatch, store, tmp_path):
@@ -454,11 +454,11 @@ def test_the_command_line_on_such_sweeps(added):
         assert refused.exit_code == 2 and message in refused.stderr
 
 
-def bare(start, problem, decode, floor, effort, sure=()):
+def bare(start, problem, decode, floor, effort, always_final=(), *rest):
     """`made_up`, where nothing but what must be is timed to the end."""
-    got = made_up(start, problem, decode, floor, effort, sure)
+    got = made_up(start, problem, decode, floor, effort, always_final, *rest)
     return got._replace(
-        timed=[t if t.variant.id in sure else t._replace(final_us=[]) for t in got.timed]
+        timed=[t if t.variant.id in always_final else t._replace(final_us=[]) for t in got.timed]
     )
 
 
@@ -466,7 +466,7 @@ def test_a_judged_tables_choices_are_timed_to_the_end(monkeypatch, added, store,
     """A sweep told of a table has final samples of its choices, with the variants in no other
     order; what it cannot time it says.
     """
-    monkeypatch.setattr(session, "time_task", bare)
+    monkeypatch.setattr(worker, "time_task", bare)
     other = added[1].table
     rules = {rule.when: rule for rule in other.rules}
     told = sweep(tmp_path / "told", store, judged=[other])

@@ -16,10 +16,10 @@ from gdntune.objects import build
 from gdntune.objects.store import Store, object_spec
 from gdntune.problem import Contract, Problem
 from gdntune.timing import Policy
-from gdntune.tuning import chain
-from gdntune.tuning import worker as session
+from gdntune.tuning import chain, measure, session, worker
 from gdntune.tuning.config import Search
-from gdntune.tuning.worker import Calls, Session
+from gdntune.tuning.measure import CellResult, CellTiming, time_cell
+from gdntune.tuning.session import Calls, Session
 
 CONTRACT = Contract(K=64, V=64, state_dtype="fp32")
 PROBLEM = Problem(CONTRACT, 3, 1, 2)
@@ -50,24 +50,24 @@ def test_a_cell_keeps_its_leaders_and_its_default(variants):
     end, floors beside them.
     """
     store, decode, floor = variants
-    result = a_session(store).time_cell(PROBLEM, decode, floor, SEARCH, {decode[0].id})
+    result = time_cell(a_session(store), PROBLEM, decode, floor, SEARCH, {decode[0].id})
     finals = [t for t in result.timed if t.final_us]
     assert all(len(t.screen_us) >= 3 for t in result.timed)
     assert {len(t.final_us) for t in finals} == {12}
     assert {t.variant.id for t in finals if t.role == "floor"} == {v.id for v in floor}
     assert decode[0].id in {t.variant.id for t in finals}
     assert 2 <= sum(t.role == "decode" for t in finals) <= 3
-    assert result.took.stop == "12 final rounds"
+    assert result.timing.stop == "12 final rounds"
 
 
 def test_what_is_judged_is_timed_to_the_end(variants):
-    """The variants of `sure` have final samples, however slow they look."""
+    """The variants of `always` have final samples, however slow they look."""
     store, decode, floor = variants
     one = msgspec.structs.replace(SEARCH, keep=1)
-    sure = {v.id for v in decode[-3:]}
-    result = a_session(store).time_cell(PROBLEM, decode, floor, one, sure)
+    always = {v.id for v in decode[-3:]}
+    result = time_cell(a_session(store), PROBLEM, decode, floor, one, always)
     finals = {t.variant.id for t in result.timed if t.final_us and t.role == "decode"}
-    assert sure <= finals
+    assert always <= finals
 
 
 def test_all_are_timed_to_the_end_where_as_many_are_kept(tmp_path):
@@ -84,7 +84,7 @@ def test_all_are_timed_to_the_end_where_as_many_are_kept(tmp_path):
         )
     )
     every = msgspec.structs.replace(SEARCH, screen_rounds=5, keep=99)
-    result = a_session(store).time_cell(PROBLEM, decode, [], every)
+    result = time_cell(a_session(store), PROBLEM, decode, [], every)
     assert {len(t.final_us) for t in result.timed} == {12}
 
 
@@ -98,8 +98,8 @@ def test_the_screen_has_two_looks(tmp_path, rounds, looks):
     decode = [v for v in kernels.variants(CONTRACT, device) if v.kernel == kernel.name][:12]
     pairs = [(object_spec(kernel, CONTRACT, v, device), kernel.compiler) for v in decode]
     assert all(b.ok for b in build.compile_objects(pairs, store))
-    result = a_session(store).time_cell(
-        PROBLEM, decode, [], msgspec.structs.replace(SEARCH, screen_rounds=rounds)
+    result = time_cell(
+        a_session(store), PROBLEM, decode, [], msgspec.structs.replace(SEARCH, screen_rounds=rounds)
     )
     assert {len(t.screen_us) for t in result.timed} == looks
     assert all(len(t.screen_us) == rounds for t in result.timed if t.final_us)
@@ -109,22 +109,23 @@ def test_a_device_that_stays_throttled_times_nothing(variants, monkeypatch):
     """Fault: a cell whose times could not count was timed to the end. It says what the clocks were."""
     hot = arch.Clocks(sm_mhz=990, event_reasons=("sw_thermal_slowdown",))
     store, decode, floor = variants
-    monkeypatch.setattr(session, "settled", lambda index: hot)
-    result = a_session(store).time_cell(PROBLEM, decode, floor, SEARCH)
-    assert result == session.CellResult([], session.Took("throttled", 0.0, hot, hot))
-    assert result.took.throttled == "sw_thermal_slowdown (SMs at 990 MHz)"
+    monkeypatch.setattr(measure, "settled", lambda index: hot)
+    result = time_cell(a_session(store), PROBLEM, decode, floor, SEARCH)
+    assert result == CellResult([], CellTiming("throttled", 0.0, hot, hot))
+    assert result.timing.throttled == "sw_thermal_slowdown (SMs at 990 MHz)"
 
 
 def test_a_cell_ends_with_its_time(variants):
     """max_cell_seconds leaves fewer rounds, and the stop rule says so."""
     store, decode, floor = variants
-    result = a_session(store).time_cell(
+    result = time_cell(
+        a_session(store),
         PROBLEM,
         decode,
         floor,
         msgspec.structs.replace(SEARCH, final_rounds=10**6, max_cell_seconds=0.2),
     )
-    assert result.took.stop == "max_cell_seconds=0.2"
+    assert result.timing.stop == "max_cell_seconds=0.2"
     assert 20 <= max(len(t.final_us) for t in result.timed) < 10**6
 
 
@@ -149,7 +150,7 @@ def test_final_rounds_on_several_sets_of_tensors(variants, monkeypatch, room):
 
     monkeypatch.setattr(mine, "calls", watched)
     placed = msgspec.structs.replace(SEARCH, placements=5)
-    result = mine.time_cell(PROBLEM, decode, floor, placed)
+    result = time_cell(mine, PROBLEM, decode, floor, placed)
     assert len(addresses) == 5 and (not room or len(set(addresses)) == 5)
     assert {len(t.final_us) for t in result.timed} == {0, 12}
     gc.collect()
@@ -159,9 +160,9 @@ def test_final_rounds_on_several_sets_of_tensors(variants, monkeypatch, room):
 def test_more_placements_than_rounds():
     """Each has a round at least, and none is lost."""
     assert (
-        session._shares(12, 5) == [2, 2, 3, 2, 3]
-        and session._shares(3, 8) == [1, 1, 1]
-        and session._shares(7, 1) == [7]
+        measure._shares(12, 5) == [2, 2, 3, 2, 3]
+        and measure._shares(3, 8) == [1, 1, 1]
+        and measure._shares(7, 1) == [7]
     )
 
 
@@ -269,14 +270,13 @@ def test_a_chain_has_layers_of_its_own(variants):
 
 def test_a_cell_in_a_chain(variants, monkeypatch):
     """All stages of a cell work under chain, and the next cell lets go of this one's pools first."""
-    monkeypatch.setattr(session, "LEAST_KEPT", 2)
+    monkeypatch.setattr(measure, "LEAST_KEPT", 2)
     store, decode, floor = variants
     mine = a_session(store, "chain")
-    result = mine.time_cell(PROBLEM, decode, floor, SEARCH, {decode[0].id})
+    result = time_cell(mine, PROBLEM, decode, floor, SEARCH, {decode[0].id})
     finals = {t.variant.id: t.final_us for t in result.timed if t.final_us}
     assert decode[0].id in finals and {v.id for v in floor} <= finals.keys()
     assert {len(us) for us in finals.values()} == {12}
-    assert list(mine._overheads_us) == [4]
     first = weakref.ref(mine.chained.chain)
     seen = []
     made = chain.Chain.__init__
@@ -297,11 +297,11 @@ def test_a_cell_that_fails_lets_go_of_its_tensors(variants, monkeypatch):
     """
     store, decode, floor = variants
     mine = a_session(store, "chain")
-    monkeypatch.setattr(session, "_SESSION", [mine])
-    start = session.Start(mine.device, 0, str(store.root), (), mine.timer.policy)
+    monkeypatch.setattr(worker, "_SESSION", [mine])
+    start = worker.Start(mine.device, 0, str(store.root), (), mine.timer.policy)
     monkeypatch.setattr(Calls, "finite", lambda self: False)
     with pytest.raises(MeasurementError, match="not finite") as held:
-        session.time_task(start, PROBLEM, decode, floor, SEARCH)
+        worker.time_task(start, PROBLEM, decode, floor, SEARCH)
     first = weakref.ref(mine.chained.chain)
     mine.chained.chain = None
     assert first() is None, held.value

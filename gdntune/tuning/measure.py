@@ -1,0 +1,262 @@
+"""Times one cell in a timing process: the first look at what there is to choose among, then the
+final samples of the leaders.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, NamedTuple
+
+from gdntune import sol
+from gdntune.device.arch import Clocks, clocks, settled, shift, slowdown, throttled
+from gdntune.errors import MeasurementError
+from gdntune.kernels.spec import Variant
+from gdntune.problem import Problem
+from gdntune.timing import Timer, summary
+from gdntune.tuning import probe
+from gdntune.tuning.config import Search
+from gdntune.tuning.probe import Named
+from gdntune.tuning.session import Calls, Session
+
+# A screen in two looks: all variants half as often as the config says, but so often at least, then
+# the better third as often as it says.
+FIRST_LOOK_ROUNDS = 3
+FIRST_LOOK_KEEPS = 3
+LEAST_KEPT = 8
+FLOOR_LEADERS = 2
+# Rounds of the leaders, launches of other libraries included, by which the time of a round is known.
+PACE_ROUNDS = 3
+LEAST_ROUNDS = 20
+
+Role = Literal["decode", "floor", "peer"]
+
+
+class TimedVariant(NamedTuple):
+    """A variant's samples at a cell, in microseconds. screen_us: empty where nothing was to be
+    chosen. final_us: empty where it was not among the leaders.
+    """
+
+    variant: Variant
+    role: Role
+    screen_us: list[float]
+    final_us: list[float]
+
+
+class CellTiming(NamedTuple):
+    """How timing one cell went: the rule that ended it, its seconds, the clocks before and after."""
+
+    stop: str
+    seconds: float
+    before: Clocks
+    after: Clocks
+
+    @property
+    def throttled(self) -> str | None:
+        """What held the clocks down, see `arch.slowdown`."""
+        return slowdown(self.before, self.after)
+
+    @property
+    def shifted(self) -> str | None:
+        """How a clock moved meanwhile, see `arch.shift`."""
+        return shift(self.before, self.after)
+
+
+class CellResult(NamedTuple):
+    """What timing one cell gave."""
+
+    timed: list[TimedVariant]
+    timing: CellTiming
+
+
+class CellTensors(NamedTuple):
+    """A set of a cell's tensors: what our variants are called through, and all that is timed on
+    them: ours first, then the floors, then peers' entries, with the cycle of each.
+    """
+
+    calls: Calls
+    everything: list[Callable[[int], Any]]
+    cycles: list[int]
+
+
+class Group(NamedTuple):
+    """Neighbours among a cell's calls, of which the best `keep` and `always` have final samples.
+    open: whether there is anything to choose; else all have them.
+    """
+
+    indices: range
+    keep: int
+    always: list[int]
+    open: bool
+
+
+def time_cell(
+    session: Session,
+    problem: Problem,
+    decode: Sequence[Variant],
+    floors: Sequence[Variant],
+    search: Search,
+    always_final: Collection[str] = (),
+    entries: Sequence[Named] = (),
+) -> CellResult:
+    """Times a cell: all variants in quick mirrored rounds, the better third again, then the leaders
+    on fresh samples.
+
+    always_final: ids of `decode` that are always among the leaders: the default rule's choice,
+        which a tuned one must beat, what is judged here, such as the table's choice at a held-out
+        cell, and all of a bench's; where it is all of them there is no screen. entries: of peers,
+        timed with the leaders, in whole cycles. MeasurementError for times that cannot be true.
+    """
+    before = settled(session.gpu)
+    if throttled(before):
+        return CellResult([], CellTiming("throttled", 0.0, before, before))
+    began = time.perf_counter()
+    session.load(problem.contract, [*decode, *floors])
+
+    def lay_out() -> CellTensors:
+        made = session.calls(problem, "decode", decode)
+        floor_calls = session.calls(problem, "floor", floors).calls if floors else []
+        bound = probe.bind(entries, made)
+        cycles = [1] * (len(decode) + len(floors)) + bound.cycles
+        return CellTensors(made, [*made.calls, *floor_calls, *bound.calls], cycles)
+
+    sets = [lay_out()]
+    n, m = len(decode), len(decode) + len(floors)
+    always = [i for i in range(n) if decode[i].id in always_final]
+    screens = len(always) < n
+    groups = [
+        Group(range(n), search.keep, always, screens),
+        Group(range(n, m), FLOOR_LEADERS, [], screens or m - n > FLOOR_LEADERS),
+    ]
+    screen = _screened(session.timer, sets[0].everything, groups, search)
+    leaders = [i for group in groups for i in _leaders(group, screen, search)]
+    leaders += range(m, m + len(entries))
+    rounds, stop = _rounds(session, sets[0], leaders, search, began)
+    finals = final(session, problem, sets, lay_out, leaders, rounds, search.placements)
+    samples = dict(zip(leaders, finals, strict=True))
+    after = clocks(session.gpu)
+    cycles = sets[-1].cycles
+    what: list[tuple[Variant, Role]] = [
+        *((v, "decode") for v in decode),
+        *((v, "floor") for v in floors),
+        *((probe.recorded(entry, problem), "peer") for entry in entries),
+    ]
+    timed = [
+        TimedVariant(v, role, screen[i], _whole_cycles(samples.get(i, []), cycles[i]))
+        for i, (v, role) in enumerate(what)
+        if screen[i] or i in samples
+    ]
+    return CellResult(timed, CellTiming(stop, time.perf_counter() - began, before, after))
+
+
+def _screened(
+    timer: Timer, calls: Sequence[Callable[[int], Any]], groups: Sequence[Group], search: Search
+) -> list[list[float]]:
+    """The screen's samples by call; none of what is not to be chosen among."""
+    screen: list[list[float]] = [[] for _ in calls]
+
+    def look(at: Sequence[int], rounds: int, warmup: int) -> None:
+        if at and rounds > 0:
+            samples = timer.measure([calls[i] for i in at], rounds, warmup=warmup)
+            for i, more in zip(at, samples, strict=True):
+                screen[i] += more
+
+    wanted = [group for group in groups if group.open]
+    first = min(search.screen_rounds, max(FIRST_LOOK_ROUNDS, -(-search.screen_rounds // 2)))
+    look([i for group in wanted for i in group.indices], first, 1)
+    better: list[int] = []
+    for group in wanted:
+        least = LEAST_KEPT if group is groups[0] else FLOOR_LEADERS
+        count = max(least, group.keep, len(group.indices) // FIRST_LOOK_KEEPS)
+        better += _best(screen, group.indices, count)
+    look(better, search.screen_rounds - first, 0)
+    return screen
+
+
+def _leaders(group: Group, screen: list[list[float]], search: Search) -> list[int]:
+    """Those of a group that have final samples."""
+    if not group.open:
+        return list(group.indices)
+    best = _best(screen, group.indices, group.keep, at_least=search.screen_rounds)
+    return best + [i for i in group.always if i not in best]
+
+
+def _best(
+    samples: list[list[float]], among: Sequence[int], count: int, at_least: int = 0
+) -> list[int]:
+    """The `count` fastest by median, of those with enough samples."""
+    enough = [i for i in among if len(samples[i]) >= at_least] or list(among)
+    return sorted(enough, key=lambda i: (summary(samples[i]).median_us, i))[:count]
+
+
+def _rounds(
+    session: Session, tensors: CellTensors, leaders: Sequence[int], search: Search, began: float
+) -> tuple[int, str]:
+    """How many final rounds fit into the cell's time, and the rule that ends it: whole cycles on
+    each set of tensors.
+    """
+    calls = [tensors.everything[i] for i in leaders]
+    session.timer.measure(calls, 1)
+    session.synchronize()
+    look = time.perf_counter()
+    session.timer.measure(calls, PACE_ROUNDS, warmup=0)
+    one_round = (time.perf_counter() - look) / PACE_ROUNDS
+    fit = int((search.max_cell_seconds - (time.perf_counter() - began)) / max(one_round, 1e-9))
+    rounds, stop = search.final_rounds, f"{search.final_rounds} final rounds"
+    if fit < rounds:
+        rounds = max(min(rounds, LEAST_ROUNDS), fit)
+        stop = f"max_cell_seconds={search.max_cell_seconds:g}"
+    cycle = math.lcm(*(tensors.cycles[i] for i in leaders))
+    if more := -rounds % (cycle * (search.placements if cycle > 1 else 1)):
+        rounds, stop = rounds + more, f"{stop}, and {more} to end whole cycles"
+    return rounds, stop
+
+
+def final(
+    session: Session,
+    problem: Problem,
+    sets: list[CellTensors],
+    lay_out: Callable[[], CellTensors],
+    among: Sequence[int],
+    rounds: int,
+    placements: int,
+) -> list[list[float]]:
+    """`rounds` samples of each of the calls `among`, interleaved, shared out among so many sets of
+    tensors, each elsewhere in memory.
+
+    sets: the first one; its states are put back before. The earlier ones are held while later ones
+    are made, as long as there is room for that. MeasurementError where a call left what is not a
+    number.
+    """
+    found: list[list[float]] = [[] for _ in among]
+    sets[0].calls.restore()
+    for place, count in enumerate(_shares(rounds, placements)):
+        if place:
+            needed = (len(sets) + 1) * 2 * sol.bytes_moved(problem)
+            if session.chained is not None or needed > session.device.memory_bytes // 4:
+                sets.clear()
+            sets.append(lay_out())
+        everything = sets[-1].everything
+        samples = session.timer.measure([everything[i] for i in among], count)
+        for mine, more in zip(found, samples, strict=True):
+            mine += more
+        del everything
+        session.synchronize()
+        if not sets[-1].calls.finite():
+            raise MeasurementError(
+                f"{problem.key()}: the output is not finite after {rounds} rounds: a variant"
+                " that passed its check broke"
+            )
+    return found
+
+
+def _shares(rounds: int, parts: int) -> list[int]:
+    """Rounds in as many parts, or fewer where there are fewer rounds, equal to one."""
+    parts = min(rounds, parts)
+    return [rounds * (i + 1) // parts - rounds * i // parts for i in range(parts)]
+
+
+def _whole_cycles(samples: Sequence[float], cycle: int) -> list[float]:
+    """The means of `cycle` samples that follow one another; of whole cycles, wherever they begin."""
+    if cycle == 1:
+        return list(samples)
+    return [math.fsum(samples[i : i + cycle]) / cycle for i in range(0, len(samples), cycle)]

@@ -1,0 +1,232 @@
+"""One device in a timing process: its checker, its timer, compiled functions, and a cell's tensors.
+Knows no kernel by name.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from gdntune import kernels, sol
+from gdntune.checking.check import Checker
+from gdntune.device.arch import Device, settled
+from gdntune.errors import UnsupportedProblem
+from gdntune.kernels.spec import Variant
+from gdntune.objects.store import Store, object_spec
+from gdntune.problem import Contract, Problem
+from gdntune.timing import TURNS, Policy, Timer, make_timer, measured_peaks
+
+if TYPE_CHECKING:
+    from gdntune.tuning.chain import Chained
+
+
+class Calls(NamedTuple):
+    """What a cell's variants are called through: each callable takes the turn, or under `chain` the
+    layer.
+
+    cases: what they share, one case for each turn of a walk through a pool, or for each layer of a
+        chain; none for the floor.
+    kept: the state of the first, as it was made, and as that of all others was.
+    """
+
+    calls: list[Callable[[int], Any]]
+    cases: list[Any]
+    kept: Any
+
+    @property
+    def case(self) -> Any:
+        """The first case, or None."""
+        return self.cases[0] if self.cases else None
+
+    def _each(self, name: str) -> list[Any]:
+        """The cases' tensors of a name, those that share an address once."""
+        found = {getattr(case, name).data_ptr(): getattr(case, name) for case in self.cases}
+        return list(found.values())
+
+    def restore(self) -> None:
+        """Puts the states back to what they were before anything was timed."""
+        for state in self._each("state"):
+            state.copy_(self.kept)
+
+    def finite(self) -> bool:
+        """Whether the outputs of the last call, and the states, are numbers."""
+        import torch
+
+        # a sum, since isfinite() of a state needs as much memory again
+        sums = [state.sum(dtype=torch.float32) for state in self._each("state")]
+        return all(bool(x.isfinite().all()) for x in (*sums, *self._each("output")))
+
+
+def _call(
+    function: Callable[..., Any], arguments: list[tuple[Any, ...]], n: int
+) -> Callable[[int], Any]:
+    if n == 1:
+        only = arguments[0]
+        return lambda _: function(*only)
+    return lambda r: function(*arguments[r % n])
+
+
+class Session:
+    """One device's checker, timer and loaded functions."""
+
+    def __init__(self, device: Device, index: int, store: Store, policy: Policy):
+        self.device, self.index, self.store = device, index, store
+        if device.kind == "cuda":
+            import torch
+
+            torch.cuda.set_device(index)
+        self.place = f"cuda:{index}" if device.kind == "cuda" else "cpu"
+        reader = self._reader() if device.kind == "cuda" else None
+        self.chained: Chained | None = None
+        if policy.l2 == "chain":
+            from gdntune.tuning.chain import make_chain_timer
+
+            self.timer: Timer = (chained := make_chain_timer(device, policy, reader))
+            self.chained = chained
+        else:
+            self.timer = make_timer(device, policy, reader)
+        self._checkers: dict[Contract, Checker] = {}
+
+    def _reader(self) -> Callable[[Any], Any]:
+        """The kernel that reads the flush buffer: the floor's read form under a name of its own."""
+        import torch
+
+        contract, variant = kernels.flush()
+        function = self.function(contract, variant, label="flush")
+        sink = torch.zeros(1, device=self.place)
+        views: dict[
+            int, tuple[Any, Any]
+        ] = {}  # no tensors of their own: a graph may be captured at the first call
+
+        def read(buffer: Any) -> None:
+            view = views.get(buffer.data_ptr())
+            if view is None:
+                rows = buffer.view(torch.float32).view(-1, variant.knobs["tile"])
+                # it takes all rows in order: of the slots only their number is looked at
+                view = views[buffer.data_ptr()] = rows, buffer.view(torch.int32)[: len(rows)]
+            function(*view, None, 1.0, sink)
+
+        return read
+
+    def function(
+        self, contract: Contract, variant: Variant, label: str | None = None
+    ) -> Callable[..., Any]:
+        """A variant's compiled function."""
+        spec = object_spec(kernels.get(variant.kernel), contract, variant, self.device, label=label)
+        return self.store.load([spec])[spec.key]
+
+    def load(self, contract: Contract, variants: Sequence[Variant]) -> None:
+        """Loads many functions at once, which links those of the store into one library."""
+        self.store.load(
+            object_spec(kernels.get(v.kernel), contract, v, self.device) for v in variants
+        )
+
+    def synchronize(self) -> None:
+        """Waits for the device; an illegal access of an earlier launch is raised here."""
+        if self.device.kind == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+    def check(self, contract: Contract, variant: Variant) -> tuple[bool, str, float | None]:
+        """Whether a variant agrees with the fp64 reference, the worst coordinate where it does not,
+        and its error.
+        """
+        checker = self._checkers.get(contract)
+        if checker is None:
+            self._checkers.clear()
+            checker = self._checkers[contract] = Checker(contract, self.place)
+        verdict = checker.check(self.function(contract, variant))
+        self.synchronize()
+        return verdict.ok, verdict.worst, verdict.error
+
+    def calls(self, problem: Problem, role: str, variants: Sequence[Variant]) -> Calls:
+        """Callables of a cell's variants over one shared set of tensors. Under `chain` the decode
+        role's come first.
+        """
+        turns = 1
+        if self.chained is not None:
+            from gdntune.tuning.chain import layers_of
+
+            turns = layers_of(problem, self.device)
+        elif self.timer.policy.l2 == "rotate":
+            turns = self._turns(problem)
+        cases = [] if role == "floor" else self._cases(problem, turns)
+        kept = cases[0].state.clone() if cases else None
+        arguments = [c.arguments() for c in cases] or _floor_arguments(problem, turns, self.place)
+        functions = [self.function(problem.contract, v) for v in variants]
+        calls: list[Callable[[int], Any]] = [_call(f, arguments, turns) for f in functions]
+        return Calls(calls, cases, kept)
+
+    def _cases(self, problem: Problem, turns: int) -> list[Any]:
+        """A cell's case; under `rotate` one a turn, of one pool; under `chain` one a layer, in what
+        the timer times.
+        """
+        from gdntune.checking.cases import make_case
+
+        if self.chained is not None:
+            from gdntune.tuning.chain import Chain
+
+            self.chained.chain = None  # the last cell's pools go before this one's are made
+            self.chained.chain = chain = Chain(problem, self.place, turns)
+            return chain.cases
+        if turns == 1:
+            return [make_case(problem, self.place)]
+        return _rotated(make_case(problem, self.place, slots=problem.B * turns))
+
+    def _turns(self, problem: Problem) -> int:
+        """Turns of a walk through a pool so large that what a turn touched has left L2 before it
+        comes again: a power of two.
+        """
+        if not problem.contract.reads_index:
+            raise UnsupportedProblem(
+                f"l2='rotate' with {problem.contract.key()}: it walks through the slots of a pool"
+                " by initial_state_indices; accepted are contracts with pool=True and no"
+                " ssm_state_indices, or another L2 policy"
+            )
+        least = -(-4 * self.device.l2_bytes // sol.state_bytes(problem))
+        return min(TURNS, max(2, 1 << (least - 1).bit_length()))
+
+    @property
+    def gpu(self) -> int | None:
+        """The device as `arch.clocks` takes it: torch's number of a GPU, None of a CPU."""
+        return self.index if self.device.kind == "cuda" else None
+
+    def peaks(self) -> dict[str, float]:
+        """The DRAM's bandwidth by source, GB/s."""
+        settled(self.gpu)
+        return measured_peaks(self.device, self.index)
+
+
+def _rotated(case: Any) -> list[Any]:
+    """The case with the slots of each turn of a walk through its pool; indices are tensors of their
+    own, thus aligned.
+    """
+    import torch
+
+    order = torch.randperm(case.state.shape[0], device=case.state.device, dtype=torch.int32)
+    indices = [index.clone() for index in order.split(case.problem.B)]
+    return [
+        dataclasses.replace(
+            case, read_index=index, write_index=None if case.write_index is None else index
+        )
+        for index in indices
+    ]
+
+
+def _floor_arguments(problem: Problem, turns: int, place: str) -> list[tuple[Any, ...]]:
+    """A floor kernel's arguments for each turn, over states of their own. Its factor is 1: it
+    writes back what it read.
+    """
+    from gdntune.checking.cases import floor_case
+
+    whole = msgspec.structs.replace(problem, B=problem.B * turns)
+    state, slots, buffer, factor, sink = floor_case(whole, sol.floor_form(problem.contract), place)
+    buffers = [None] * turns if buffer is None else buffer.split(problem.B)
+    # a turn's slots are those of its own part of the states, shuffled
+    named = [slots[slots // problem.B == turn] % problem.B for turn in range(turns)]
+    return [
+        (part, *x, factor, sink)
+        for part, *x in zip(state.split(problem.B), named, buffers, strict=True)
+    ]
