@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,6 +24,7 @@ from gdntune.cli.common import (
     Bundles,
     ConfigFile,
     DeviceKind,
+    Devices,
     Heads,
     Index,
     Jobs,
@@ -31,6 +32,7 @@ from gdntune.cli.common import (
     PartNames,
     Timer,
     Tokens,
+    Where,
     config_of,
     indices,
     io_fault,
@@ -96,14 +98,8 @@ def sweep(
     ] = None,
     device: DeviceKind = None,
     index: Index = 0,
-    devices: Annotated[
-        str | None,
-        typer.Option(help="CUDA devices that share the cells, as 0,1,2, instead of --index."),
-    ] = None,
-    executor: Annotated[
-        Literal["local", "ray"],
-        typer.Option(help="Where cells are timed; ray: on all free devices of a Ray cluster."),
-    ] = "local",
+    devices: Devices = None,
+    executor: Where = "local",
     table: Annotated[
         list[Path] | None,
         typer.Option(
@@ -226,6 +222,8 @@ def bench(
     ] = None,
     device: DeviceKind = None,
     index: Index = 0,
+    devices: Devices = None,
+    executor: Where = "local",
     jobs: Jobs = None,
     timer: Timer = None,
     l2: L2 = None,
@@ -236,7 +234,8 @@ def bench(
     journal and report to a folder.
 
     A peer that is not installed, serves no such problem, fails its check or crashes is a row that
-    says so. A bench that was stopped goes on where it ended. The exit code is 0 where all cells of
+    says so. Several devices share the cells. A bench that was stopped is resumed. The exit
+    code is 0 where all cells of
     ours were timed, else 1.
     """
     import msgspec
@@ -247,7 +246,8 @@ def bench(
     from gdntune.tuning import bench
 
     wanted = config_of(config, part, own_kernels)
-    found = arch.detect(device or wanted.device, index)
+    shared = indices(devices, executor)
+    found = arch.detect(device or wanted.device, shared[0] if shared else index)
     folder = out or Path("results") / f"{wanted.name}-bench"
     changes = {name: value for name, value in (("timer", timer), ("l2", l2)) if value is not None}
     outcome = bench.bench(
@@ -256,6 +256,8 @@ def bench(
         peer_names=[name for part in peers.split(",") if (name := part.strip())],
         device=found,
         index=index,
+        devices=shared,
+        executor=executor,
         store=Store(bundles=bundle or ()),
         table=table,
         rounds=rounds,

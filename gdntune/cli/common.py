@@ -67,6 +67,14 @@ Jobs = Annotated[
     int | None, typer.Option(min=1, help="Compiling processes; by default one a usable core.")
 ]
 Index = Annotated[int, typer.Option(min=0, help="Which CUDA device, by torch's numbering.")]
+Devices = Annotated[
+    str | None,
+    typer.Option(help="CUDA devices that share the cells, as 0,1,2, instead of --index."),
+]
+Where = Annotated[
+    Literal["local", "ray"],
+    typer.Option(help="Where cells are timed; ray: on all free devices of a Ray cluster."),
+]
 DeviceKind = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
     typer.Option(help="Instead of the config's device; auto is CUDA where it is."),

@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "GDNTUNE_BUNDLE": "a folder of compiled objects that the runtime loads, so that nothing is compiled",
     "GDNTUNE_CACHE_DIR": "where compiled objects are kept; by default the user's cache folder",
     "GDNTUNE_CHECK": "1: calls check indices and counts on the host, which synchronises",
+    "GDNTUNE_LLC_MIB": "the CPU's last-level cache, where a virtual machine reports its host's",
     "GDNTUNE_KERNELS": "modules with kernels of your own, separated by commas, as `--kernels`",
     "CXX": "the C++ compiler of the CPU's kernels; by default g++",
 }

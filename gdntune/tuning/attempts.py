@@ -286,7 +286,8 @@ def _without_entries(on: Worker, job: CellJob, whole: Crashed, retries: int) -> 
         return _without_variants(on, job, whole, retries)
     ours = _measured(on, job.alone(job.variants)._replace(floors=job.floors))
     if not isinstance(ours, CellResult):
-        return _without_variants(on, job._replace(entries=()), whole, retries)
+        # it is not theirs
+        return _without_variants(on, job, whole, retries)
     bad: dict[Named, Crashed] = {}
     for entry in job.entries:
         got = _measured(on, job.alone(job.variants[:1], [entry]))
