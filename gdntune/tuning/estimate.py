@@ -11,7 +11,7 @@ from gdntune.objects.store import Store
 from gdntune.problem import Problem
 from gdntune.tuning import cells
 from gdntune.tuning.config import Config
-from gdntune.tuning.plan import plan, plan_objects
+from gdntune.tuning.plan import sweep_plan
 
 # Seconds, by kind of device, on the machines of docs/measured.md: an object on one core; a check;
 # what a timing process takes to start; what a sample takes beside its call and its flush.
@@ -59,19 +59,22 @@ def estimate(
     """Expects a sweep of a config on a device: objects over compiling processes, checks and cells
     over timing processes.
     """
-    objects = plan_objects(config, device)
+    plan = sweep_plan(config, device)
+    objects = plan.objects()
     missing = sum(store.find(spec) is None for spec, _ in objects)
-    made = plan(config, device)
-    problems = [*config.problems(), *cells.held_out(config, ())]
+    problems = [*plan.problems, *cells.held_out(config, ())]
     kind = device.kind
-    checks = sum(len(decode) for decode, _ in made.values())
+    checks = sum(map(len, plan.tried.values()))
     compiling = missing * _OBJECT_S[kind] / max(1, jobs or cpu_threads())
-    timing = sum(_cell_s(config, problem, device, *made[problem.contract]) for problem in problems)
+    timing = sum(
+        _cell_s(config, p, device, plan.tried[p.contract], plan.floors[p.contract])
+        for p in problems
+    )
     seconds = compiling + _START_S[kind] + (checks * _CHECK_S[kind] + timing) / workers
     return Estimate(
         len(problems),
-        len(made),
-        len({v.id for decode, _ in made.values() for v in decode}),
+        len(plan.tried),
+        len({v.id for variants in plan.tried.values() for v in variants}),
         len(objects),
         missing,
         round(seconds / 60, 2),

@@ -320,7 +320,9 @@ def cluster(tmp_path_factory):
     cache = tmp_path_factory.mktemp("host")
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     made.add_node(num_cpus=1)
-    environment = {"PYTHONPATH": str(Path(__file__).parents[1]), "GDNTUNE_CACHE_DIR": str(cache)}
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {"PYTHONPATH": path, "GDNTUNE_CACHE_DIR": str(cache)}
     ray.init(address=made.address, log_to_driver=False, runtime_env={"env_vars": environment})
     yield cache
     ray.shutdown()
