@@ -379,7 +379,7 @@ def test_report_forms(folder, tmp_path):
         assert run("report", folder, "--out", tmp_path / name).exit_code == 0
         assert (tmp_path / name).read_text() == text
     assert run("report", folder, "--out", tmp_path / "r.txt", "--format", "csv").exit_code == 0
-    assert refused(run("report", folder, "--out", tmp_path / "r.pdf"), "files of md, csv and html")
+    assert refused(run("report", folder, "--out", tmp_path / "r.pdf"), "a file of md, csv or html")
 
 
 def test_report_as_a_page(folder, tmp_path, monkeypatch):
