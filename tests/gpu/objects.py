@@ -35,6 +35,7 @@ from gdntune.tuning.plan import plan_objects
 
 DIFFERENTIAL_CONTRACTS = {"gdn_decode": 110, "kda_decode": 80}
 LEAST_OF_A_KERNEL = 24
+INTERPRETED_OF_A_KERNEL = 3
 # of the tests of the runtime in test_kernels_gpu.py
 RUNTIME_CONTRACTS = [Contract(), Contract(tokens=4), Contract(tokens=8, intermediate="dense")]
 FLOOR_CONTRACTS = [
@@ -105,6 +106,18 @@ def differential_variants(op: str) -> list[tuple[Contract, Variant]]:
     return found
 
 
+def interpreted_variants() -> list[tuple[Contract, Variant]]:
+    """A few of these of each kernel: what test_ptx_gpu.py runs on silicon and interprets."""
+    drawn: Counter[tuple[str, str]] = Counter()
+    found = []
+    for op in DIFFERENTIAL_CONTRACTS:
+        for contract, variant in differential_variants(op):
+            drawn[op, variant.kernel] += 1
+            if drawn[op, variant.kernel] <= INTERPRETED_OF_A_KERNEL:
+                found.append((contract, variant))
+    return found
+
+
 def floors(contract: Contract, device: arch.Device) -> list[Variant]:
     """The default floor of a contract, and the first that takes its slots from an index."""
     found = kernels.variants(contract, device, "floor")
@@ -165,6 +178,13 @@ def main(folder: str, target: str = "sm_90a") -> None:
         sys.exit(1)
     bundle = write_bundle(store, [spec for spec, _ in wanted], Path(folder))
     print(f"{len(bundle.objects)} objects in {folder}")
+    import ptx.build
+
+    if target == ptx.build.ARCH:
+        builder = ptx.build.Builder(Path(folder))
+        for contract, variant in interpreted_variants():
+            builder.get(contract, variant)
+        builder.close()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-from ptx import compile_ptx, narrow_products, wide_products
+from ptx.offsets import compile_ptx, narrow_products, wide_products
 
 from gdntune import kernels
 from gdntune.device import arch
@@ -172,6 +172,14 @@ def test_wy_refuses_with_a_reason(fields, knobs, reason):
         wy_config.refuse(contract, s) is None
         for s in wy_config.space(contract, arch.target("sm_90a"))
     )
+
+
+def test_wy_refuses_an_fp32_state_that_it_would_write():
+    """Fault: a legal setting that no space had; u's two bf16 terms left 7e-6 of a row, of 4e-6."""
+    contract = Contract(tokens=1, ragged=True, state_dtype="fp32")
+    setting = wy_config.Knobs(16, 1)
+    assert "mode=update" in wy_config.refuse(contract, setting)
+    assert wy_config.refuse(contract.replace(mode="frozen"), setting) is None
 
 
 def test_the_default_serves_what_a_space_leaves_out():

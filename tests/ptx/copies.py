@@ -1,0 +1,102 @@
+"""cp.async: copies from global to shared memory that a thread starts, and later waits for.
+
+What a copy brings is written when its thread waits for it: a read before that shows what was there
+before, and another thread's read without a barrier after it is a race.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from .faults import Fault, Unmodelled
+from .operands import Step, address, reader
+from .program import Instruction, Program
+from .threads import Threads
+from .values import Array
+
+if TYPE_CHECKING:
+    from .grid import Grid
+
+
+class _Copy(NamedTuple):
+    """Some threads' [n, width] bytes on their way to shared memory, and the group of each."""
+
+    to: Array
+    values: Array
+    lanes: Array
+    group: Array
+
+
+class Copies:
+    """A grid's copies that are under way."""
+
+    def __init__(self, threads: int):
+        self._closed = np.zeros(threads, np.int64)  # groups that each thread has closed
+        self._pending: list[_Copy] = []
+
+    def start(self, to: Array, values: Array, lanes: Array) -> None:
+        """Threads `lanes` [n] bring [n, width] bytes to n addresses."""
+        self._pending.append(_Copy(to, values, lanes, self._closed[lanes]))
+
+    def close(self, threads: Threads) -> None:
+        """What these threads started since makes a group."""
+        self._closed[threads.lanes] += 1
+
+    def finish(self, grid: "Grid", i: Instruction, threads: Threads, left: int) -> None:
+        """Writes what these threads' groups bring, but for the last `left`."""
+        pending, self._pending = self._pending, []
+        for c in pending:
+            done = threads.mask[c.lanes] & (c.group < self._closed[c.lanes] - left)
+            if done.any():
+                where = grid.where(i, Threads.of_lanes(c.lanes[done], grid.size))
+                grid.shared.store(c.to[done], c.values[done], c.lanes[done], where)
+            if not done.all():
+                self._pending.append(_Copy(*(x[~done] for x in c)))
+
+    def require_none(self, grid: "Grid", i: Instruction, threads: Threads) -> None:
+        """A fault where one of these threads, which end, did not wait for its copies."""
+        for c in self._pending:
+            left = c.lanes[threads.mask[c.lanes]]
+            if len(left):
+                who = grid.where(i, Threads.of_lanes(left, grid.size))(0)
+                raise Fault(f"an end before copies that were started, {who}")
+
+
+def copy(i: Instruction, program: Program) -> Step:
+    """cp.async of 4, 8 or 16 bytes by each thread, and the waits for it."""
+    if i.parts[1] != "async" or "bulk" in i.parts or "mbarrier" in i.parts:
+        raise Unmodelled(i.text)
+    if "commit_group" in i.parts:
+        return Step(lambda grid, threads: grid.copies.close(threads))
+    if "wait_group" in i.parts:
+        left = int(i.operands[0])
+        return Step(lambda grid, threads: grid.copies.finish(grid, i, threads, left))
+    if "wait_all" in i.parts:
+
+        def finish(grid: "Grid", threads: Threads) -> None:
+            grid.copies.close(threads)
+            grid.copies.finish(grid, i, threads, 0)
+
+        return Step(finish)
+    return _start(i, program)
+
+
+def _start(i: Instruction, program: Program) -> Step:
+    width = int(i.operands[2])
+    to, source = address(i.operands[0], program), address(i.operands[1], program)
+    asked = i.operands[3] if len(i.operands) > 3 else str(width)
+    count = reader(asked, "u32", program)
+
+    def run(grid: "Grid", threads: Threads) -> None:
+        read = threads.of(count(grid))
+        if not np.isin(read, (0, width)).all():
+            raise Unmodelled(f"{i.text}: a part of {width} bytes")
+        values = np.zeros((len(threads.lanes), width), np.uint8)
+        some = read > 0  # the others bring zeros
+        if some.any():
+            at, lanes = threads.of(source(grid))[some], threads.lanes[some]
+            where = grid.where(i, Threads.of_lanes(lanes, grid.size))
+            values[some] = grid.memory.load(at, width, lanes, where)
+        grid.copies.start(grid.in_shared(to(grid), threads), values, threads.lanes)
+
+    return Step(run)

@@ -1,0 +1,231 @@
+"""Few cases that hold every pair of choices: contracts, what is awkward in a call, and knobs.
+
+A row is one compiled kernel and one call of it. Rows are chosen so that whatever two values of two
+fields can go together, do so in some row; a kernel's rows come from what it serves alone, so a new
+kernel of the registry has rows without a line here.
+"""
+
+import functools
+import random
+from collections import Counter
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+import torch
+
+from gdntune import kernels
+from gdntune.device import arch
+from gdntune.kernels.spec import Kernel, Variant
+from gdntune.problem import GATES, Contract, Problem, contract_fault
+
+from .build import ARCH
+
+FLOATS = ("bf16", "fp16", "fp32")
+CONTRACT: dict[str, tuple[Any, ...]] = {
+    "op_and_gate": tuple((op, gate) for op, gates in GATES.items() for gate in gates),
+    "tokens": (1, 3, 8, 12),
+    "K": (64, 128, 96, 256),
+    "V": (64, 128, 32),
+    "layout": ("k_last", "v_last"),
+    "input_dtype": ("bf16", "fp16"),
+    "state_dtype": FLOATS,
+    "gate_dtype": FLOATS,
+    "beta_dtype": FLOATS,
+    "A_log_dtype": FLOATS,
+    "dt_bias_dtype": FLOATS,
+    "beta": ("logit", "given"),
+    "mode": ("update", "frozen"),
+    "intermediate": ("none", "dense", "indexed", "slots"),
+    "accepted": (False, True),
+    "pool": (True, False),
+    "ragged": (False, True),
+}
+# make_case's options, plain values first
+CALL: dict[str, tuple[Any, ...]] = {
+    "group": (1, 2, 3),
+    "padding": (0.0, 0.4),
+    "skipped": (0.0, 0.3),
+    "null_index": (-1, 0),
+    "out_of_range": (False, True),
+    "split": (False, True),
+    "index_dtype": (torch.int32, torch.int64),
+    "strided_indices": (False, True),
+    "slot_stride_pad": (0, 64),
+    "packed_qkv": (False, True),
+    "strided_gates": (False, True),
+    "more_places": (0, 2),
+    "use_qk_l2norm": (True, False),
+    "neg_eigval": (False, True),
+    "extreme_gates": (False, True),
+    "softplus_threshold": (20.0, 0.5),
+    "parameters_by_head": ("HV", "H"),
+}
+_POOLED = ("padding", "skipped", "null_index", "out_of_range", "split")
+# Steps of the walk over what a kernel serves, from which rows are chosen.
+WALK = 3000
+REQUESTS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel, compiled for a contract with some knobs, and a call of it."""
+
+    kernel: str
+    contract: Contract
+    variant: Variant
+    options: tuple[tuple[str, Any], ...]
+    group: int
+
+    @property
+    def id(self) -> str:
+        """Its name among the tests."""
+        return f"{self.variant.id}-{self.contract.key()}"
+
+    @property
+    def problem(self) -> Problem:
+        H = 2 if self.group == 1 else 1
+        return Problem(self.contract, REQUESTS, H, H * self.group)
+
+
+def _contract(draw: dict[str, Any]) -> Contract | None:
+    """The contract of a draw, or None where there is none such."""
+    op, gate = draw["op_and_gate"]
+    fields = {name: draw[name] for name in CONTRACT if name != "op_and_gate"}
+    contract = Contract(op=op, gate=gate, **fields)
+    return None if contract_fault(contract) else contract
+
+
+def _plain(draw: dict[str, Any]) -> dict[str, Any]:
+    """A draw without choices that mean nothing beside its others."""
+    draw = dict(draw)
+    if not draw["pool"]:
+        draw.update({name: CALL[name][0] for name in _POOLED})
+    if draw["op_and_gate"][0] == "gdn_decode":
+        draw["parameters_by_head"] = "HV"
+    if draw["op_and_gate"][1] == "log":
+        draw["A_log_dtype"] = draw["dt_bias_dtype"] = "fp32"
+    return draw
+
+
+def _options(draw: dict[str, Any], contract: Contract) -> dict[str, Any]:
+    """make_case's options of a draw."""
+    options = {name: draw[name] for name in CALL if name not in ("group", "more_places")}
+    options |= {"extra_steps": draw["more_places"], "extra_rows": draw["more_places"]}
+    if contract.ragged:
+        T = contract.tokens
+        options |= {"lengths": [(T, 0, max(1, T - 1))[n % 3] for n in range(REQUESTS)]}
+        options |= {"tail_rows": 2}
+    return options
+
+
+@functools.cache
+def _settings(kernel: Kernel) -> tuple[Any, ...]:
+    """Knobs that are tried somewhere: those of a few contracts, each once."""
+    device = arch.target(ARCH)
+    states = (("k_last", "bf16"), ("k_last", "fp32"), ("v_last", "bf16"))
+    found: dict[Any, None] = {}
+    for op, tokens in product(GATES, (1, 3, 8)):
+        for (layout, state), mode in product(states, ("update", "frozen")):
+            if layout == "k_last" or mode == "update":
+                base = Contract(op, tokens, layout=layout, state_dtype=state, gate=GATES[op][0])
+                found.update(dict.fromkeys(kernel.space(base.replace(mode=mode), device)))
+    return tuple(found)
+
+
+def _serves(kernel: Kernel, contract: Contract) -> bool:
+    return any(kernel.refuse(contract, s) is None for s in _settings(kernel))
+
+
+def _walk(kernel: Kernel, pick: random.Random) -> list[dict[str, Any]]:
+    """Draws that a kernel serves: from one to the next some fields change."""
+    fields = {**CONTRACT, **CALL}
+    draw: dict[str, Any] | None = None
+    served: dict[Contract, bool] = {}
+    found = []
+    for _ in range(4 * WALK):
+        if draw is None:
+            new = {name: pick.choice(values) for name, values in fields.items()}
+        else:
+            new = dict(draw)
+            for name in pick.sample(list(fields), pick.choice((2, 6, 12))):
+                new[name] = pick.choice(fields[name])
+        new = _plain(new)
+        contract = _contract(new)
+        if contract is None:
+            continue
+        if contract not in served:
+            served[contract] = _serves(kernel, contract)
+        if served[contract]:
+            found.append(draw := new)
+            if len(found) == WALK:
+                break
+    return found
+
+
+def chosen(draws: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A few of the draws that hold every pair of two fields' values that any of them holds."""
+    numbers: dict[Any, int] = {}
+    holds = []
+    for draw in draws:
+        pairs = combinations(draw.items(), 2)
+        holds.append(sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs))
+    missing = (1 << len(numbers)) - 1
+    kept = []
+    while missing:
+        best = max(range(len(draws)), key=lambda n: (holds[n] & missing).bit_count())
+        missing &= ~holds[best]
+        kept.append(draws[best])
+    return kept
+
+
+def _variant(
+    kernel: Kernel, contract: Contract, seen: Counter[Any], pick: random.Random
+) -> Variant:
+    """A legal variant whose knobs were seen least."""
+    legal = [s for s in _settings(kernel) if kernel.refuse(contract, s) is None]
+    pick.shuffle(legal)
+
+    def rarity(setting: Any) -> float:
+        return sum(1 / (1 + seen[knob]) for knob in vars(setting).items())
+
+    best = max(legal, key=rarity)
+    seen.update(vars(best).items())
+    return kernel.variant(best)
+
+
+@functools.cache
+def rows(name: str) -> tuple[Row, ...]:
+    """A decode kernel's rows: always the same ones."""
+    kernel, pick = kernels.get(name), random.Random(f"rows of {name}")
+    seen: Counter[Any] = Counter()
+    found = []
+    for draw in chosen(_walk(kernel, pick)):
+        contract = _contract(draw)
+        assert contract is not None
+        variant = _variant(kernel, contract, seen, pick)
+        options = tuple(_options(draw, contract).items())
+        found.append(Row(name, contract, variant, options, draw["group"]))
+    return tuple(found)
+
+
+def decode_kernels() -> list[str]:
+    """The CUDA decode kernels of the registry."""
+    return [k.name for k in kernels.serving(arch.target(ARCH), "decode")]
+
+
+@functools.cache
+def floor_rows() -> tuple[Row, ...]:
+    """The CUDA floor kernels' rows: each form of a floor, with knobs in turn."""
+    device = arch.target(ARCH)
+    forms = product(FLOATS, CONTRACT["mode"], ("none", "dense"))
+    seen: Counter[Any] = Counter()
+    pick = random.Random("rows of floors")
+    found = []
+    for kernel in kernels.serving(device, "floor"):
+        for dtype, mode, kept in forms:
+            tokens = 1 if kept == "none" else 3
+            c = Contract("gdn_decode", tokens, 64, 64, "k_last", "bf16", dtype)
+            c = c.replace(mode=mode, intermediate=kept)
+            found.append(Row(kernel.name, c, _variant(kernel, c, seen, pick), (), 2))
+    return tuple(found)

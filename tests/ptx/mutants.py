@@ -1,0 +1,184 @@
+"""Kernels that are broken on purpose: edits of a good kernel's PTX, each a fault that people write.
+
+Every edit must find its place in the text, so that none is a kernel unchanged.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gdntune.problem import Contract
+
+Edit = Callable[[str], str]
+
+# The kernels that are edited: T = 1, a loop over tokens, warps that share a row, tensor cores.
+ONE = ("recurrent", Contract())
+LOOP = ("recurrent", Contract(tokens=4, intermediate="dense"))
+SPLIT = ("recurrent", Contract("kda_decode", 3, gate="softplus", layout="v_last", K=64, V=64))
+WY = ("wy", Contract(tokens=8))
+BLOCK = ("wy_block", Contract(tokens=8))
+BLOCK_KDA = ("wy_block", Contract("kda_decode", 4, gate="softplus", K=64))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A kernel, and how it is broken."""
+
+    name: str
+    base: tuple[str, Contract]
+    edit: Edit
+
+    @property
+    def id(self) -> str:
+        return f"{self.base[0]}: {self.name}"
+
+
+def _replaced(pattern: str, new: str, which: int | None = None) -> Edit:
+    """Replaces the which-th match, counted from the end where negative; all of them by default."""
+
+    def edit(text: str) -> str:
+        found = list(re.finditer(pattern, text))
+        if not found:
+            raise ValueError(f"nothing to edit: {pattern}")
+        for m in reversed(found if which is None else [found[which]]):
+            text = text[: m.start()] + m.expand(new) + text[m.end() :]
+        return text
+
+    return edit
+
+
+def _dropped(pattern: str, which: int) -> Edit:
+    """Leaves an instruction out."""
+    return _replaced(rf"(?m)^\s*(?:@!?%p\d+\s+)?{pattern}[^;]*;", "", which)
+
+
+def _scalar(n: int, kind: str = "b32") -> Callable[[str], str]:
+    """The register of the n-th parameter behind the five fp32 ones: 0 is null_index, 1 whether q and
+    k are normalised, 4 the pool's slots.
+    """
+
+    def register(text: str) -> str:
+        names = re.findall(r"\.param (?:\.align \d+ )?\.(\w+) (\w+)", text)
+        first = next(i for i, (kind, _) in enumerate(names) if kind == "f32")
+        name = names[first + 5 + n][1]
+        found = re.search(rf"ld\.param\.{kind}\s+(%\w+), \[{name}\];", text)
+        if found is None:
+            raise ValueError(f"parameter {name} is not read")
+        return found.group(1)
+
+    return register
+
+
+def _compared_as(register: Callable[[str], str], other: str) -> Edit:
+    """Wherever a register is compared, a constant stands for it."""
+
+    def edit(text: str) -> str:
+        return _replaced(rf"(setp\.\w+\.\w+\s[^;]*){register(text)}\b", rf"\g<1>{other}")(text)
+
+    return edit
+
+
+def _parameter(one: int, other: int) -> Edit:
+    """Reads another parameter in place of one."""
+    return _replaced(rf"(ld\.param\.\S+\s+[^;]*_param_){one}([\]+])", rf"\g<1>{other}\2")
+
+
+def _further(pattern: str, by: int, which: int = 0) -> Edit:
+    """Shifts an access's address."""
+    return _replaced(rf"({pattern}[^;]*\[%\w+)(?:\+(-?\d+))?\]", rf"\g<1>+{by}]", which)
+
+
+def _cut_to_32_bits(text: str) -> str:
+    """The product of a slot and its stride keeps 32 bits."""
+    return _replaced(
+        r"(?m)^\s*(?:mul|mad)\.lo\.s64\s+(%rd\d+),[^;]*;", r"\g<0>\n\tand.b64 \1, \1, 4294967295;"
+    )(text)
+
+
+def _in_bf16(text: str) -> str:
+    """What ex2 gives is rounded to bf16."""
+    found = re.search(r"\.reg \.b16\s+%rs<(\d+)>", text)
+    assert found is not None
+    spare = int(found.group(1))
+    text = text.replace(found.group(), f".reg .b16 %rs<{spare + 1}>")
+    half = f"%rs{spare}"
+    rounding = rf"\g<0>\n\tcvt.rn.bf16.f32 {half}, \1;\n\tcvt.f32.bf16 \1, {half};"
+    return _replaced(r"ex2\.approx\.ftz\.f32\s+(%r\d+), [^;]*;", rounding)(text)
+
+
+_MMA = (
+    r"mma\.sync\.aligned\.\S+\s+\{([^}]*)\},\s*\{(%r\d+), (%r\d+), ([^}]*)\},\s*\{([^}]*)\},"
+    r"\s*\{([^}]*)\};"
+)
+
+
+def _without_a_product(text: str) -> str:
+    """An mma gives the sum that it was given."""
+    m = re.search(_MMA, text)
+    assert m is not None
+    pairs = zip(m.group(1).split(","), m.group(6).split(","), strict=True)
+    moves = "\n".join(f"\tmov.b32 {to.strip()}, {source.strip()};" for to, source in pairs)
+    return text[: m.start()] + moves + text[m.end() :]
+
+
+def _unguarded_state(text: str) -> str:
+    """The final state is written whether its slot is padding or not."""
+    last = text.rindex("st.global.v4.b32")
+    for m in reversed(list(re.finditer(r"@!?%p\d+ bra\s+\$\w+;", text[:last]))):
+        between = text[m.end() : last]
+        if "st.shared" not in between and "$L" not in between:
+            return text[: m.start()] + text[m.end() :]
+    raise ValueError("no branch around the state's stores")
+
+
+MUTANTS = [
+    Mutant("null_index is a slot like others", ONE, _compared_as(_scalar(0), "-77777")),
+    Mutant("slots beyond the pool are read", ONE, _compared_as(_scalar(4), "2147483647")),
+    Mutant("the state goes back to where it came from", ONE, _parameter(9, 8)),
+    Mutant("the state is written for padding", ONE, _unguarded_state),
+    Mutant("an output is not written", ONE, _dropped(r"st\.global\.b16", 0)),
+    Mutant("padding's output is not zeroed", ONE, _dropped(r"st\.global\.b16", -1)),
+    Mutant("the state is rounded down", ONE, _replaced(r"cvt\.rn\.(bf16x2)", r"cvt.rz.\1")),
+    Mutant(
+        "a butterfly misses a thread",
+        ONE,
+        _replaced(r"(shfl\.sync\.bfly.*), 1, 31", r"\1, 2, 31", 0),
+    ),
+    Mutant("u is v + S k", ONE, _replaced(r"sub\.f32", "add.f32", -1)),
+    Mutant("a load of the state is 16 bytes off", ONE, _further(r"ld\.global\.v4\.b32", 16, -1)),
+    Mutant("slots are addressed in 32 bits", ONE, _cut_to_32_bits),
+    Mutant("q and k are normalised unasked", ONE, _compared_as(_scalar(1), "2")),
+    Mutant("no barrier before the tokens are read", LOOP, _dropped(r"bar\.sync", 0)),
+    Mutant(
+        "a token too many", LOOP, _replaced(r"(setp\.ne\.b32\s+%p\d+, %r\d+, )0;", r"\g<1>1;", -1)
+    ),
+    Mutant(
+        "a token too few", LOOP, _replaced(r"(setp\.ne\.b32\s+%p\d+, %r\d+, )0;", r"\g<1>-1;", -1)
+    ),
+    Mutant("decays in bf16", LOOP, _in_bf16),
+    Mutant("an intermediate state has a hole", LOOP, _dropped(r"st\.global\.v4", 0)),
+    Mutant("k is not staged", LOOP, _dropped(r"st\.shared", 1)),
+    Mutant("no barrier between the warps of a row", SPLIT, _dropped(r"bar\.sync", -1)),
+    Mutant("another key's decay", SPLIT, _further(r"ld\.shared\.v4\.b32", 48)),
+    Mutant("no order before P is read", WY, _dropped(r"bar\.warp\.sync", 3)),
+    Mutant("no order before u is read", WY, _dropped(r"bar\.warp\.sync", 4)),
+    Mutant("a product is left out", WY, _without_a_product),
+    Mutant(
+        "an operand's rows are exchanged",
+        WY,
+        _replaced(
+            _MMA,
+            r"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {\1}, {\3, \2, \4}, {\5}, {\6};",
+            0,
+        ),
+    ),
+    Mutant("keys are not turned", WY, _replaced(r"movmatrix\S*", "mov.b32", 0)),
+    Mutant("slots are addressed in 32 bits", WY, _cut_to_32_bits),
+    Mutant("the state is written for padding", WY, _unguarded_state),
+    Mutant("a misaligned line", WY, _further(r"ld\.shared\.v4\.b32", 4)),
+    Mutant("no barrier after the operands", BLOCK, _dropped(r"bar\.sync", 0)),
+    Mutant("no barrier after the Gram matrices", BLOCK, _dropped(r"bar\.sync", 1)),
+    Mutant("a product is left out", BLOCK, _without_a_product),
+    Mutant("no barrier after the staging", BLOCK_KDA, _dropped(r"bar\.sync", 0)),
+    Mutant("decays in bf16", BLOCK_KDA, _in_bf16),
+]
