@@ -54,6 +54,10 @@ KNOWN: dict[str, float] = {
     r"GB10\b": 273.0,
 }
 
+# A slice has some of a card's memory, a laptop's part a narrower bus.
+MIG = r"\bMIG\b"
+PART_OF_A_CARD = rf"{MIG}|\bLaptop\b|\bMobile\b|with Max-Q"
+
 # NVML's bits of the clock-event reasons, in the words of nvidia-smi.
 EVENT_REASONS: dict[int, str] = {
     0x1: "gpu_idle",
@@ -103,8 +107,13 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def slug(self) -> str:
-        """The name as a folder: `nvidia-h100-80gb-hbm3`."""
-        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        """The name as a folder: `nvidia-h100-80gb-hbm3`. Where letters of other scripts are lost, a
+        hash of the name stands for them.
+        """
+        plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        if plain and not any(c.isalpha() and not c.isascii() for c in self.name):
+            return plain
+        return f"{plain or self.kind}-{hashlib.sha256(self.name.encode()).hexdigest()[:8]}"
 
 
 class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -158,7 +167,11 @@ def arch_name(major: int, minor: int) -> str:
 
 
 def datasheet_gb_s(name: str) -> float | None:
-    """The datasheet's DRAM bandwidth, GB/s; None for a name that KNOWN has no pattern for."""
+    """The datasheet's DRAM bandwidth, GB/s; None for a name that KNOWN has no pattern for, a MIG
+    slice or a laptop's part, which share a card's name and not its memory.
+    """
+    if re.search(PART_OF_A_CARD, name):
+        return None
     return next((peak for pattern, peak in KNOWN.items() if re.search(pattern, name)), None)
 
 
@@ -212,7 +225,7 @@ def _detect_cuda(index: int) -> Device:
 
     p = torch.cuda.get_device_properties(index)
     peak, source = datasheet_gb_s(p.name), "datasheet"
-    if peak is None:
+    if peak is None and not re.search(MIG, p.name):  # NVML tells the whole card's
         peak, source = nvml_peak_gb_s(index), "nvml"
     return Device(
         kind="cuda",

@@ -59,6 +59,7 @@ def compile_objects(
         else:
             todo.append((spec, compiler))
     if todo:
+        store.require_writable()
         with Farm(store.root, min(jobs or cpu_threads(), len(todo)), COMPILE_TIMEOUT_S) as farm:
             for number, answer in farm.compile(todo):
                 if answer.fatal:

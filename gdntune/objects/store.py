@@ -7,6 +7,7 @@ Loading checks architecture, versions and sha256, since nothing below does: a wr
     fail at its first launch.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
@@ -144,14 +145,21 @@ def object_spec(
     )
 
 
+# Where nothing is and nothing can be: the place of a store for a user without a home folder.
+NOWHERE = Path(os.devnull)
+
+
 def default_root() -> Path:
-    """Where objects are kept: GDNTUNE_CACHE_DIR, else the user's cache folder."""
+    """Where objects are kept: GDNTUNE_CACHE_DIR, else the user's cache folder. A user without a
+    home has none, and needs none where a bundle has all.
+    """
     import platformdirs
 
-    return (
-        Path(os.environ.get("GDNTUNE_CACHE_DIR") or platformdirs.user_cache_dir("gdntune"))
-        / "objects"
-    )
+    given = os.environ.get("GDNTUNE_CACHE_DIR")
+    try:
+        return Path(given or platformdirs.user_cache_dir("gdntune")) / "objects"
+    except (RuntimeError, KeyError):
+        return NOWHERE / "objects"
 
 
 def file_sha256(path: Path) -> str:
@@ -198,9 +206,24 @@ class Store:
         path = self.folder(spec.key) / "manifest.json"
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Manifest)
-        except (FileNotFoundError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError):
             return None
         return found if unchanged(found.inputs) else None
+
+    def require_writable(self) -> None:
+        """ToolMissing where nothing can be kept: it names what to set."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.root):
+                return
+        except OSError as e:
+            place = "this user has no home folder"
+            if not self.root.is_relative_to(NOWHERE):
+                place = f"{self.root} cannot be written ({e.strerror or e})"
+            raise ToolMissing(
+                f"there is no place for compiled objects, {place}: set GDNTUNE_CACHE_DIR to a"
+                " folder that can be written, or GDNTUNE_BUNDLE to a bundle that has them all"
+            ) from None
 
     @contextmanager
     def lock(self, spec: ObjectSpec) -> Iterator[None]:
@@ -271,9 +294,17 @@ class Store:
         digest = hashlib.sha256("".join(contents).encode()).hexdigest()
         device = next(iter(manifests.values())).spec.device
         library = self.root / "linked" / f"{digest[:24]}.so"
-        if not library.exists():
-            link([self.object_file(k) for k in sorted(manifests)], library, device)
-        module = self._module(library, device)
+        objects = [self.object_file(k) for k in sorted(manifests)]
+        with contextlib.ExitStack() as stack:
+            if not library.exists():
+                try:
+                    link(objects, library, device)
+                except OSError:
+                    # a store that is complete need not be one that can be written
+                    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdntune-"))
+                    library = Path(folder) / library.name
+                    link(objects, library, device)
+            module = self._module(library, device)
         for key, m in manifests.items():
             self._functions[key] = module[m.name]
 

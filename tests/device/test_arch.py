@@ -3,10 +3,12 @@ are stand-ins.
 """
 
 import itertools
+import re
 import subprocess
 import sys
 import types
 
+import msgspec
 import pytest
 
 from gdntune.device import arch
@@ -136,6 +138,9 @@ def test_a_near_arch_is_named(given, meant):
         ("NVIDIA L4", 300),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 1792),
         ("NVIDIA Something Else", None),
+        # Fault: a slice and a laptop's part had the whole card's peak.
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )
 def test_datasheet(name, peak):
@@ -154,6 +159,24 @@ def test_detect_cuda(monkeypatch, fake_torch):
     assert (round(device.peak_gb_s), device.peak_source) == (3352, "nvml")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert (arch.detect().peak_gb_s, arch.detect().peak_source) == (None, "unknown")
+
+
+def test_a_mig_slice_is_not_the_card(monkeypatch, fake_torch):
+    """Fault: a slice was said to have its card's bandwidth, by datasheet; NVML tells the card's too."""
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    fake_torch.cuda.get_device_properties(0).name = f"{H100} MIG 3g.40gb"
+    device = arch.detect("cuda")
+    assert (device.peak_gb_s, device.peak_source) == (None, "unknown")
+    assert device.slug == "nvidia-h100-80gb-hbm3-mig-3g-40gb"
+
+
+def test_every_name_has_a_slug():
+    """Fault: a name in another script had an empty slug, and its tables lay in no folder."""
+    device = msgspec.structs.replace(arch.target("sm_90a"), kind="cpu")
+    names = ["兆芯", "海光", "兆芯 KX-6000", "開先 KX-6000", "KX-6000", "Intel(R) Xeon®"]
+    slugs = [msgspec.structs.replace(device, name=n).slug for n in names]
+    assert len(set(slugs)) == len(slugs) and all(re.fullmatch("[a-z0-9-]+", s) for s in slugs)
+    assert slugs[4:] == ["kx-6000", "intel-r-xeon"]
 
 
 def test_detect_refuses(monkeypatch, fake_torch):

@@ -1,6 +1,7 @@
 """The object store, bundles and the compile farm, on CPU objects."""
 
 import os
+import pwd
 import shutil
 
 import msgspec
@@ -160,3 +161,38 @@ def test_no_linker_is_one_clear_message(built, monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "which", lambda *_: None)
     with pytest.raises(ToolMissing, match="bundle"):
         store.link([built[0].object_file(built[1][0][0].key)], tmp_path / "x.so", "cpu")
+
+
+def test_a_complete_store_need_not_be_written(built, tmp_path):
+    """Fault: a store with every object, which could not be written, was of no use: linking wrote
+    into it.
+    """
+    found, objects = built
+    shutil.copytree(found.root, tmp_path / "copy", ignore=shutil.ignore_patterns("linked"))
+    (tmp_path / "copy" / "linked").touch()  # root may write anywhere, but not below a file
+    other = Store(tmp_path / "copy")
+    assert all(works(f) for f in other.load([spec for spec, _ in objects]).values())
+
+
+def test_no_place_to_write_is_one_clear_message(tmp_path):
+    """Fault: with a home that cannot be written an object "did not compile: PermissionError"."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ToolMissing, match=r"cannot be written .*GDNTUNE_CACHE_DIR.*GDNTUNE_BUNDLE"):
+        build.compile_objects(floor_objects(1), Store(tmp_path / "file" / "objects"))
+
+
+def test_a_user_without_a_home_has_a_store(built, monkeypatch, tmp_path):
+    """Fault: a uid without passwd entry and HOME could not even look into a bundle."""
+    found, objects = built
+    write_bundle(found, [objects[0][0]], tmp_path)
+    for name in ("GDNTUNE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(*_):
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    homeless = Store(bundles=[tmp_path])
+    assert works(homeless.load([objects[0][0]])[objects[0][0].key])
+    with pytest.raises(ToolMissing, match="no home folder: set GDNTUNE_CACHE_DIR"):
+        build.compile_objects([objects[1]], homeless)
