@@ -36,7 +36,7 @@ $(BIN)/python:
 
 $(VENV)/installed: $(CHANGES) | $(BIN)/python
 	@echo "setting up $(VENV): about a minute, 2 GB"
-	$(INSTALL) -e '.[report]'
+	$(INSTALL) -e '.[sweep,report]'
 	@touch $@
 
 $(VENV)/installed-test: $(CHANGES) | $(BIN)/python

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="gdntune",
     help=(
-        "Finds, proves and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at"
+        "Finds, verifies and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at"
         " hand. Exit codes: 0 done, 1 findings, 2 wrong use or something missing."
     ),
     no_args_is_help=True,
@@ -75,7 +75,7 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Finds, proves and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at
+    """Finds, verifies and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at
     hand.
     """
 
@@ -116,7 +116,7 @@ def sweep(
     folder.
 
     Several devices share the cells; a cell's variants are all timed on one. A sweep that was
-    stopped goes on where it ended. Variants that fail are counted; the exit code is 0 where a table
+    stopped is resumed by the same command. Variants that fail are counted; the exit code is 0 where a table
     was made, else 1.
     """
     import msgspec
@@ -233,8 +233,8 @@ def bench(
     """Time other libraries' kernels beside the tuned choice, the default and the floor; write
     journal and report to a folder.
 
-    A peer that is not installed, serves no such problem, fails its check or crashes is a row that
-    says so. Several devices share the cells. A bench that was stopped is resumed. The exit
+    A peer that is not installed, does not serve a problem, fails its check or crashes is a row
+    that says so. Several devices share the cells. A bench that was stopped is resumed. The exit
     code is 0 where all cells of
     ours were timed, else 1.
     """
@@ -442,8 +442,7 @@ def expect(
     ] = None,
     jobs: Jobs = None,
 ) -> None:
-    """Say what to expect of a GPU that is not here: what every variant takes of it, and times by a
-    model.
+    """Estimate a GPU that is not here: registers and occupancy of every variant, and times by a model.
 
     Registers, spills, shared memory and occupancy are the compiler's; times are carried over from
     journals of another GPU and marked as expected, not measured. The exit code is 1 where a variant
@@ -506,8 +505,9 @@ def expect(
 @app.command()
 @refusing
 def doctor(index: Index = 0, as_json: AsJson = False) -> None:
-    """Say what is here, what it means, and what to do where something lacks; the exit code is 1
-    where a sweep could not run.
+    """Check this machine: what is here, what each part is for, what to do about what is missing.
+
+    The exit code is 1 where a sweep could not run.
     """
     from rich.text import Text
 

@@ -64,9 +64,9 @@ OwnKernels = Annotated[
     ),
 ]
 Jobs = Annotated[
-    int | None, typer.Option(min=1, help="Compiling processes; by default one a usable core.")
+    int | None, typer.Option(min=1, help="Compiling processes; by default one per usable core.")
 ]
-Index = Annotated[int, typer.Option(min=0, help="Which CUDA device, by torch's numbering.")]
+Index = Annotated[int, typer.Option(min=0, help="Which CUDA device, in torch's order.")]
 Devices = Annotated[
     str | None,
     typer.Option(help="CUDA devices that share the cells, as 0,1,2, instead of --index."),
@@ -77,7 +77,9 @@ Where = Annotated[
 ]
 DeviceKind = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
-    typer.Option(help="Instead of the config's device; auto is CUDA where it is."),
+    typer.Option(
+        help="Instead of the config's device; auto: CUDA where there is one, else the CPU."
+    ),
 ]
 Timer = Annotated[
     Literal["auto", "cupti", "events", "cpu", "graph"] | None,
@@ -141,8 +143,7 @@ def indices(text: str | None, executor: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
         raise UnsupportedProblem(
-            f"--devices {text!r}: accepted are device numbers by torch's numbering, each once, as"
-            " 0,1,2"
+            f"--devices {text!r}: expected device numbers in torch's order, each once, as 0,1,2"
         )
     return tuple(map(int, parts))
 

@@ -70,7 +70,7 @@ def _version(package: str) -> str | None:
 
 def _python() -> Finding:
     return Finding(
-        "Python", "ok", f"{platform.python_version()}, {sys.executable}", "3.10 and later will do"
+        "Python", "ok", f"{platform.python_version()}, {sys.executable}", "3.10 or later"
     )
 
 

@@ -1,4 +1,4 @@
-"""How a long command shows that it goes on: bars with the time left in a terminal, one line a
+"""How a long command shows its progress: bars with the time left in a terminal, one line a
 finished stage elsewhere.
 """
 

@@ -97,8 +97,7 @@ def report_(
     form = form or suffix  # type: ignore[assignment]
     if form == "csv" and against:
         raise UnsupportedProblem(
-            "--against with csv: accepted are md, html and the terminal; a CSV holds our"
-            " measurements"
+            "--against with csv: expected md, html or the terminal; a CSV holds our measurements"
         )
     if form in ("kernel-tuner", "flashinfer-bench") and (against or baseline):
         raise UnsupportedProblem(
@@ -117,7 +116,7 @@ def report_(
             made.terminal(terminal(), details=True)
             return
         raise UnsupportedProblem(
-            f"--out {out} as terminal: accepted are files of md, csv and html; name one, or give"
+            f"--out {out} as terminal: expected a file of md, csv or html; name one, or give"
             " --format"
         )
     if form == "html" and out is None:
@@ -145,8 +144,7 @@ def _refuse_empty(runs: list[Path], made: "Report") -> None:
         if not any(isinstance(r, (Cell, Trial)) or r.status != "ok" for r in source.records):
             raise JournalError(
                 f"{path}: no cell was timed yet: there is nothing to report; start the same command"
-                " again, and it goes on there"
-                + (f": {source.run.command}" if source.run.command else "")
+                " again: it is resumed" + (f": {source.run.command}" if source.run.command else "")
             )
 
 
@@ -334,12 +332,10 @@ def judge_(
     ] = None,
     limit: Annotated[
         float | None,
-        typer.Option(
-            min=0, help="The largest regret that is accepted, such as 0.03; 32 ns always are."
-        ),
+        typer.Option(min=0, help="The largest regret allowed, such as 0.03; 32 ns always are."),
     ] = None,
     mean_limit: Annotated[
-        float | None, typer.Option(min=0, help="The largest mean regret that is accepted.")
+        float | None, typer.Option(min=0, help="The largest mean regret allowed.")
     ] = None,
     details: Annotated[bool, typer.Option("--cells", help="Print every cell.")] = False,
     as_json: AsJson = False,
@@ -360,7 +356,7 @@ def judge_(
         raise UnsupportedProblem("--hold-out with --share: give one or the other")
     if len(paths) > (1 if hold_out is not None or share is not None else 2):
         raise UnsupportedProblem(
-            f"{len(paths)} files: accepted are TABLE JOURNAL, JOURNAL alone with --hold-out"
+            f"{len(paths)} files: expected TABLE JOURNAL, JOURNAL alone with --hold-out"
             " every-second or --share 0.25, or that of a sweep with held-out cells"
         )
     table.refuse_tables(paths[-1:])
@@ -436,7 +432,7 @@ def table_diff(
     b: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show the work units at which two tables choose otherwise; the exit code is 1 where there are
+    """Show the work units at which two tables differ in their choices; the exit code is 1 where there are
     any.
     """
     from gdntune.report.comparisons import diff_document
@@ -461,11 +457,11 @@ def table_merge(
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the merged table goes.")],
     prefer: Annotated[
         Literal["first", "second"] | None,
-        typer.Option(help="Whose rule counts where the two choose otherwise."),
+        typer.Option(help="Which table's rule is kept where the choices differ."),
     ] = None,
 ) -> None:
-    """Make one table of two: all rules of both; where they choose otherwise it is refused, unless
-    --prefer says whose counts.
+    """Make one table of two: all rules of both; where their choices differ it is refused, unless
+    --prefer says which to keep.
     """
     from gdntune.results import merge, table
 
@@ -531,7 +527,7 @@ def explain(
     if work_units is None:
         if B is None or HV is None:
             raise UnsupportedProblem(
-                "work units are not given: accepted are --work-units N, or --B and --HV"
+                "work units are not given: expected --work-units N, or --B and --HV"
             )
         work_units = B * HV
     elif B is not None or HV is not None:

@@ -414,6 +414,7 @@ def preload_cute_runtime() -> None:
     if path is None:
         raise ToolMissing(
             "libcute_dsl_runtime.so is not here, and compiled CUDA kernels call it: pip install"
-            " 'nvidia-cutlass-dsl[cu13]' or put its folder on LD_LIBRARY_PATH"
+            " 'gdntune[sweep]', which has nvidia-cutlass-dsl[cu13], or put the library's folder on"
+            " LD_LIBRARY_PATH"
         )
     _PRELOADED.append(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))

@@ -254,7 +254,7 @@ def test_malformed_journal(tmp_path):
         (["compile", "quickstart", "--arch", "sm_1"], "sm_90a"),
         (["replay", "/nowhere"], "accepted is a sweep's folder"),
         (["judge", "/nowhere"], "accepted is a sweep's folder"),
-        (["judge", "a", "b", "--share", "0.25"], "accepted are TABLE JOURNAL, JOURNAL alone"),
+        (["judge", "a", "b", "--share", "0.25"], "expected TABLE JOURNAL, JOURNAL alone"),
         (["judge", "a", "--share", "0.25", "--hold-out", "every-second"], "give one or the other"),
         (["compare", "/nowhere", "/nowhere"], "accepted is a sweep's folder"),
         (["table", "diff", "/nowhere", "/nowhere"], "/nowhere"),
@@ -379,7 +379,7 @@ def test_report_forms(folder, tmp_path):
         assert run("report", folder, "--out", tmp_path / name).exit_code == 0
         assert (tmp_path / name).read_text() == text
     assert run("report", folder, "--out", tmp_path / "r.txt", "--format", "csv").exit_code == 0
-    assert refused(run("report", folder, "--out", tmp_path / "r.pdf"), "files of md, csv and html")
+    assert refused(run("report", folder, "--out", tmp_path / "r.pdf"), "a file of md, csv or html")
 
 
 def test_report_as_a_page(folder, tmp_path, monkeypatch):
@@ -412,7 +412,7 @@ def test_report_against(folder):
         )
     assert refused(
         run("report", folder, "--against", name, "--format", "csv"),
-        "accepted are md, html and the terminal",
+        "expected md, html or the terminal",
     )
     assert refused(run("report", folder, "--against", "flashinfer"), f"accepted are {name}")
 
@@ -609,7 +609,7 @@ def test_nothing_to_report(tmp_path):
             assert refused(
                 run("report", empty, "--format", form),
                 f"{empty}: no cell was timed yet",
-                f"goes on there: {header.command}",
+                f"it is resumed: {header.command}",
             )
     (empty / "journal.jsonl").write_bytes(b"")
     assert refused(run("report", empty), "holds no whole line")
