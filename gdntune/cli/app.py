@@ -126,7 +126,7 @@ def sweep(
     from gdntune.cli.progress import progress
     from gdntune.device import arch
     from gdntune.objects.store import Store
-    from gdntune.results.table import load
+    from gdntune.results.table import load, noise_words
     from gdntune.tuning.estimate import estimate
 
     wanted = config_of(config, part, own_kernels, batch=batch, tokens=tokens, heads=heads)
@@ -188,7 +188,10 @@ def sweep(
         _told(made, outcome.notes, folder, files)
         if outcome.table is not None:
             ops = sorted({rule.when.op for rule in outcome.table.rules})
-            typer.echo(f"To use the table, {put_to_use(found, folder / 'table.json', ops)}.")
+            if noise := noise_words(outcome.table.evidence):
+                typer.echo(f"The table is marked: {noise}.", err=True)
+            else:
+                typer.echo(f"To use the table, {put_to_use(found, folder / 'table.json', ops)}.")
     if outcome.table is None:
         raise typer.Exit(FINDINGS)
 

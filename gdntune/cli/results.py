@@ -223,10 +223,11 @@ def table_validate(
             found = table.load(path)
             kernels.check_names(map(found.variant, found.variants), str(path))
         except TableError as e:
-            results.append({"path": str(path), "fault": str(e), "stale": []})
+            results.append({"path": str(path), "fault": str(e), "stale": [], "noise": ""})
         else:
             old = table.stale(found, kernels.fingerprints(found.device.kind))
-            results.append({"path": str(path), "fault": None, "stale": old})
+            noise = table.noise_words(found.evidence)
+            results.append({"path": str(path), "fault": None, "stale": old, "noise": noise})
     if as_json:
         print_json(results)
     else:
@@ -236,6 +237,7 @@ def table_validate(
                 if r["stale"]
                 else ""
             )
+            note += f", noisy: {r['noise']}" if r["noise"] else ""
             typer.echo(r["fault"] or f"{r['path']}: valid{note}")
     if not all(path.is_file() for path in paths):
         raise typer.Exit(WRONG_USE)

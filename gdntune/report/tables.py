@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gdntune.report.document import Block, Bullets, Document, Grid, Section, Text
 from gdntune.report.words import MISSING, contract_words, number, ratio
-from gdntune.results.table import Interval, Origin, Rule, Table
+from gdntune.results.table import Interval, Origin, Rule, Table, noise_words
 
 
 def _mean_words(origin: Origin) -> str:
@@ -22,7 +22,7 @@ def table_document(table: Table, source: str, stale: Sequence[str] = ()) -> Docu
         f"Policy: {', '.join(f'{k} {v}' for k, v in sorted(table.policy.items()))}.",
         (
             f"From {origin.config}, {origin.started}: {origin.cells} cells, {origin.trials} trials,"
-            f" {sum(origin.failures.values())} failures; journal sha256"
+            f" {sum(n for kind, n in origin.failures.items() if kind != 'noisy')} failures; journal sha256"
             f" {origin.journal_sha256[:16]}."
         ),
         f"Regret at the measured cells: {origin.regret_max:.2%} at most, {origin.regret_mean:.2%}"
@@ -35,6 +35,8 @@ def table_document(table: Table, source: str, stale: Sequence[str] = ()) -> Docu
         ),
         f"Software: {', '.join(f'{k} {v}' for k, v in sorted(table.software.items()))}.",
     ]
+    if noise := noise_words(origin):
+        facts.append(f"NOISY: {noise}.")
     if stale:
         facts.append(
             f"STALE: {', '.join(stale)} is installed with other code than was measured; sweep"

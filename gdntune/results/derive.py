@@ -13,7 +13,7 @@ import msgspec
 from gdntune import sol
 from gdntune.device.arch import Device
 from gdntune.errors import JournalError, MeasurementError
-from gdntune.results.journal import Build, Cell, Check, Record, Run, Trial, digest
+from gdntune.results.journal import Build, Cell, Check, Record, Run, Trial, digest, noisy
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.results.table import Evidence, Interval, Origin, Rule, Table, TableVariant
@@ -525,11 +525,15 @@ def _held_out_regrets(rules: Iterable[Rule], judged: Iterable[Timed]) -> list[fl
     return found
 
 
-def _failures(records: Iterable[Record]) -> dict[str, int]:
+def _failures(records: Sequence[Record]) -> dict[str, int]:
     counts = Counter(type(r).__name__.lower() for r in records if r.status != "ok")
-    return {
+    found = {
         kind.__name__.lower(): counts[kind.__name__.lower()] for kind in (Build, Check, Trial, Cell)
     }
+    # cells with times that cannot be believed; absent where there are none, as in older tables
+    if marks := len(noisy(records)):
+        found["noisy"] = marks
+    return found
 
 
 def _failures_in_words(records: Sequence[Record]) -> str:

@@ -26,6 +26,8 @@ from gdntune.results.workload import Load
 
 SCHEMA = "gdntune.journal/1"
 FILE = "journal.jsonl"
+# How the reason of a cell begins that has times which cannot be believed.
+NOISY = "noisy: "
 LOCK = ".lock"
 HOLDER = "holder.json"
 
@@ -317,6 +319,7 @@ class Journal:
         data = b"".join(lines)
         if not data:
             return []
+        self._require_file()
         try:
             rest = memoryview(data)
             while rest:
@@ -333,6 +336,22 @@ class Journal:
             raise
         self._size += len(data)
         return stored
+
+    def _require_file(self) -> None:
+        """JournalError where the file is not in its place any more: what is written to it would be
+        gone with the process.
+        """
+        try:
+            there = os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+        except OSError:
+            there = False
+        if not there:
+            self._broken = (
+                f"{self.path}: the journal was deleted or moved while it was written; the records"
+                f" since then are lost ({len(self.records)} were there). Start the same command"
+                " again, and leave its folder alone while it runs"
+            )
+            raise JournalError(self._broken)
 
     def _restore(self) -> None:
         try:
@@ -396,6 +415,12 @@ def timed(records: Iterable[Record]) -> set[Problem]:
 def tried(records: Iterable[Record]) -> set[Problem]:
     """The problems of cells that were closed, with times or as failed."""
     return {r.problem for r in records if isinstance(r, Cell)}
+
+
+def noisy(records: Iterable[Record]) -> list["Cell"]:
+    """The cells whose times cannot be believed, as they were timed last."""
+    last = {r.problem: r for r in records if isinstance(r, Cell)}
+    return [r for r in last.values() if r.status == "ok" and r.reason.startswith(NOISY)]
 
 
 def latest(records: Iterable[Record]) -> list[Record]:

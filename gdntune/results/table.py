@@ -126,6 +126,18 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sources: tuple["Origin", ...] | msgspec.UnsetType = msgspec.UNSET
 
 
+def noise_words(origin: Origin) -> str:
+    """What a reader of a table must know of its noisy cells; empty where it has none."""
+    count = origin.failures.get("noisy", 0)
+    if not count:
+        return ""
+    return (
+        f"{count} of its {origin.cells + origin.held_out_cells} cells have times that cannot be"
+        " believed (see their reasons in the journal): sweep again on a machine that does nothing"
+        " else"
+    )
+
+
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A dispatch table. Made by `load`, `validate` or `derive.derive`.
 

@@ -14,8 +14,8 @@ from gdntune.device.arch import Device
 from gdntune.errors import GdntuneError, MeasurementError
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
-from gdntune.results.journal import Cell, Check, Record, Trial
-from gdntune.tuning import probe, worker
+from gdntune.results.journal import NOISY, Cell, Check, Record, Trial
+from gdntune.tuning import noise, probe, worker
 from gdntune.tuning.config import Search
 from gdntune.tuning.executors import Crashed, NotStarted, Worker
 from gdntune.tuning.measure import CellResult, CellTiming, Role
@@ -56,8 +56,8 @@ def attempts(measure: "Callable[[], T | Crashed]") -> "T | Crashed | Measurement
     """The first measurement that nothing disturbed; once something did for the second time, what
     there is.
 
-    That is one during which a clock moved, or else the last: throttled, or MeasurementError where
-    its times cannot be true. A crash is returned at once.
+    That is one during which a clock moved, or whose times cannot be believed, or else the last:
+    throttled, or MeasurementError where its times cannot be true. A crash is returned at once.
     """
     disturbed: Counter[str] = Counter()
     kept: T | None = None
@@ -71,10 +71,18 @@ def attempts(measure: "Callable[[], T | Crashed]") -> "T | Crashed | Measurement
             if isinstance(found, Crashed):
                 return found
             got, timing = found, found.timing
-            what = "throttled" if timing.throttled else "shifted" if timing.shifted else ""
+            what = (
+                "throttled"
+                if timing.throttled
+                else "shifted"
+                if timing.shifted
+                else "noisy"
+                if timing.noise
+                else ""
+            )
             if not what:
                 return found
-            if what == "shifted":
+            if what != "throttled":
                 kept = found
         disturbed[what] += 1
         if disturbed[what] > RETRIES:
@@ -114,7 +122,7 @@ class CellJob(NamedTuple):
     choice: of a bench, the variant that was chosen beforehand. purpose: why it is timed where it is
     no cell of the config. named: whether the journal says which device timed it. always_final: ids
     of `variants` that are timed to the end whatever their first samples say. peers: whose entries
-    are timed beside them, on `device`.
+    are timed beside them. device: where, so that noise can be told; None: it is not asked.
     """
 
     problem: Problem
@@ -152,6 +160,8 @@ class CellJob(NamedTuple):
         """A quick look at some of it, to see whether it takes the process down."""
         quick = msgspec.structs.replace(self.search, screen_rounds=2, final_rounds=2, keep=1)
         return self._replace(
+            # two samples of each say nothing of noise
+            device=None,
             variants=variants,
             floors=[],
             search=quick,
@@ -228,8 +238,16 @@ def _measured(on: Worker, job: CellJob) -> CellResult | Crashed | MeasurementErr
     """A cell's samples. With entries of peers, what gdntune refuses there is theirs too."""
     limit = cell_limit(job)
     cell = job.problem, job.variants, job.floors, job.search, job.always_final, job.entries
+
+    def measure() -> CellResult | Crashed:
+        found = on.run(worker.time_task, *cell, timeout=limit)
+        if isinstance(found, Crashed) or job.device is None:
+            return found
+        heard = noise.noise(job.device, found.timed)
+        return found._replace(timing=found.timing._replace(noise=heard))
+
     try:
-        got = attempts(lambda: on.run(worker.time_task, *cell, timeout=limit))
+        got = attempts(measure)
     except NotStarted:
         raise
     except GdntuneError as e:
@@ -265,10 +283,15 @@ def went(timing: CellTiming) -> dict[str, Any]:
     One during which a clock moved in every attempt is kept: a device at its power limit is at its
     own clocks.
     """
-    reason = f"{THROTTLED}{timing.throttled}" if timing.throttled else ""
+    if timing.throttled:
+        reason = f"{THROTTLED}{timing.throttled}"
+    elif timing.noise:
+        reason = f"{NOISY}{timing.noise}"
+    else:
+        reason = f"clocks moved: {timing.shifted}" if timing.shifted else ""
     return {
         "status": "failed" if timing.throttled else "ok",
-        "reason": reason or (f"clocks moved: {timing.shifted}" if timing.shifted else ""),
+        "reason": reason,
         "stop": timing.stop,
         "seconds": round(timing.seconds, 4),
         "clocks_before": msgspec.to_builtins(timing.before),

@@ -43,12 +43,16 @@ class TimedVariant(NamedTuple):
 
 
 class CellTiming(NamedTuple):
-    """How timing one cell went: the rule that ended it, its seconds, the clocks before and after."""
+    """How timing one cell went: the rule that ended it, its seconds, the clocks before and after.
+
+    noise: why its times cannot be believed, see `noise.noise`.
+    """
 
     stop: str
     seconds: float
     before: Clocks
     after: Clocks
+    noise: str = ""
 
     @property
     def throttled(self) -> str | None:

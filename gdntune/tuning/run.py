@@ -290,6 +290,7 @@ class _Run:
         """Saves the table, and says what failed."""
         records, header = self.journal.records, self.journal.run
         self.notes += notes.failures(records)
+        self.notes += notes.noise(records)
         self.notes += [
             f"{name} was left out when its last {THROTTLED_IN_A_ROW} cells were throttled:"
             " see to its cooling and power"

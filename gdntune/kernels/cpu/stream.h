@@ -83,7 +83,8 @@ class Stream {
       }
       const int64_t steps = buffer.given ? buffer.size[1] : 0, blocks = (n + block - 1) / block, tasks = B * blocks;
       float sum = 0;
-#pragma omp parallel reduction(+ : sum)
+      // A fork takes as long as a few heads: where the decode kernel is one thread's (decode.h), so is its floor.
+#pragma omp parallel reduction(+ : sum) if (B * n > 4 * 128 * 128)
       {
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < tasks; i++) {

@@ -1,0 +1,137 @@
+"""gdntune/tuning/noise.py: times that nobody could believe are taken again, then marked wherever they
+are shown.
+"""
+
+import msgspec
+import pytest
+import synthetic
+
+from gdntune.device import arch
+from gdntune.errors import JournalError
+from gdntune.report.tables import table_document
+from gdntune.results import table
+from gdntune.results.derive import derive
+from gdntune.results.journal import Cell, Journal, noisy
+from gdntune.tuning import attempts, noise, notes
+from gdntune.tuning.measure import CellResult, CellTiming, TimedVariant
+
+pytestmark = pytest.mark.noise
+H100 = arch.target("sm_90a")
+WELL = arch.Clocks(sm_mhz=1980)
+
+
+def timed(ours, floor=(10.0,) * 8):
+    """Final samples of a kernel and of a floor."""
+    return [
+        TimedVariant(None, "decode", [], list(ours)),
+        TimedVariant(None, "floor", [], list(floor)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "reason"),
+    [
+        ((10.0,) * 8, ""),
+        ((9.6,) * 8, ""),
+        ((9.4,) * 8, "the best kernel takes 0.94 of its floor (9.4 of 10 us)"),
+        ((0.03,) * 8, "the best kernel takes 0.00 of its floor (0.03 of 10 us)"),
+        ((10.0, 10.0, 10.5, 10.5, 11.0, 11.0), ""),
+        ((10.0, 10.0, 12.0, 14.0, 16.0, 16.0), "half of the best kernel's samples are"),
+    ],
+)
+def test_what_nobody_could_believe(ours, reason):
+    """Fault: a busy CPU's 0.003 of the floor was printed plainly."""
+    found = noise.noise(H100, timed(ours))
+    assert found == reason if not reason else reason in found
+
+
+def test_a_load_above_the_cores(monkeypatch):
+    """On a CPU others' processes are noise; a GPU's times have their own clock."""
+    cpu = arch.Device("cpu", "CPU", "x86_64", 2, 4 << 20, 1 << 34)
+    monkeypatch.setattr(noise, "cpu_threads", lambda: 2)
+    monkeypatch.setattr(noise.os, "getloadavg", lambda: (8.0, 8.0, 8.0))
+    assert noise.noise(cpu, timed((10.0,) * 8)) == "the load is 8.0 on 2 cores"
+    assert noise.noise(H100, timed((10.0,) * 8)) == ""
+    monkeypatch.setattr(noise.os, "getloadavg", lambda: (2.2, 8.0, 8.0))
+    assert noise.noise(cpu, timed((10.0,) * 8)) == ""
+
+
+class Fake:
+    """A worker whose first measurements are noise."""
+
+    name = "cuda:0"
+
+    def __init__(self, variant, bad):
+        self.variant, self.bad, self.asked = variant, bad, 0
+
+    def run(self, function, problem, *rest, timeout):
+        """A cell's result."""
+        self.asked += 1
+        us = 1.0 if self.asked <= self.bad else 10.5
+        made = [
+            TimedVariant(self.variant, "decode", [], [us] * 8),
+            TimedVariant(self.variant, "floor", [], [10.0] * 8),
+        ]
+        return CellResult(made, CellTiming("8 final rounds", 0.1, WELL, WELL))
+
+
+@pytest.mark.parametrize(("bad", "reason"), [(0, ""), (1, ""), (2, "noisy: the best kernel takes")])
+def test_a_noisy_cell_is_timed_again_then_marked(bad, reason):
+    """Once more; where it is noise again its times are kept, with what is wrong with them."""
+    trial = next(
+        r for r in synthetic.records(synthetic.run()) if getattr(r, "role", "") == "decode"
+    )
+    worker = Fake(trial.variant, bad)
+    from gdntune.tuning.config import Search
+
+    job = attempts.CellJob(trial.problem, [trial.variant], [], Search(), device=H100)
+    *_, cell = attempts.time(worker, job)
+    assert worker.asked == (1 if bad == 0 else 2)
+    assert (
+        cell.status == "ok" and cell.reason.startswith(reason) and bool(cell.reason) == bool(reason)
+    )
+
+
+def test_a_mark_is_in_notes_and_table(tmp_path):
+    """Fault: a sweep on a busy machine wrote a table and offered it. The last lines, the table and its
+    page say how many cells are marked; without marks the table is as before.
+    """
+    run = synthetic.run()
+    records = synthetic.records(run)
+    clean = derive(records, run)
+    assert "noisy" not in clean.evidence.failures and notes.noise(records) == []
+    assert table.noise_words(clean.evidence) == ""
+    marked = [
+        msgspec.structs.replace(r, reason="noisy: the load is 8.0 on 2 cores")
+        if isinstance(r, Cell) and r.status == "ok"
+        else r
+        for r in records
+    ]
+    count = len(noisy(marked))
+    [line] = notes.noise(marked)
+    assert line.startswith(f"{count} cells are noisy") and "the load is 8.0" in line
+    made = derive(marked, run)
+    assert made.rules == clean.rules and made.evidence.failures["noisy"] == count
+    path = tmp_path / "table.json"
+    table.save(made, path)
+    assert table.load(path) == made
+    assert "cannot be believed" in table.noise_words(made.evidence)
+    assert "NOISY" in str(table_document(made, "t"))
+
+
+def test_a_folder_deleted_in_mid_sweep(tmp_path):
+    """Fault: what was written to a deleted folder's journal was lost, and said at the end alone. The
+    next write says so.
+    """
+    run = synthetic.run()
+    folder = tmp_path / "run"
+    records = synthetic.records(run)
+    with Journal.open(folder, run) as journal:
+        journal.append(records[0])
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+        for _ in range(2):
+            with pytest.raises(JournalError, match="deleted or moved while .*same command"):
+                journal.append(records[1])
+    assert not folder.exists()
