@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from gdntune.device.arch import Device
 from gdntune.errors import UnsupportedProblem
@@ -176,72 +177,146 @@ def _candidates(c: Contract) -> list[Knobs]:
     ]
 
 
-def _worth_trying(c: Contract, s: Knobs) -> bool:
-    """Leaves out what lost everywhere on an H100, HV=64, B=1 to 512 (docs/measured.md, "What the
-    recurrent kernel owes to what").
-    """
-    elements = held_elements(c, s)
+class _Tried(NamedTuple):
+    """A setting for a contract, and what it comes to."""
+
+    c: Contract
+    s: Knobs
+    rows: int
+    elements: int
+    chunks: int
+    loop: bool
+    narrow: bool
+
+
+def _tried(c: Contract, s: Knobs) -> _Tried:
     chunks = s.tile_v // chunk_rows(c, s)
     loop, narrow = compiled_tokens(c) > 1, ITEMSIZE[c.state_dtype] == 2
-    if chunks > 2 or elements < 8:
-        return False
-    if s.fence and (c.op == "gdn_decode" or elements > 32 or not s.spread):
-        return False
+    return _Tried(c, s, held_rows(c, s), held_elements(c, s), chunks, loop, narrow)
+
+
+def _v_last_cap(x: _Tried) -> bool:
+    """Whether a cap on registers lets one more block of a v_last setting run, and nothing spills."""
+    c, s = x.c, x.s
+    near = c.op == "gdn_decode" and c.gate == "raw" and c.pool and s.lanes in (2, 4)
+    runs = s.run == 4 or (s.run == 1 and not s.heads)
+    return near and runs and x.elements == 32 and not x.narrow and not s.spread
+
+
+def _loop_cap(x: _Tried) -> bool:
+    """The same of k_last and several tokens: a fifth block an SM."""
+    s = x.s
+    tiles = s.tile_v == 64 or (s.tile_v == 128 and not s.early and x.c.intermediate == "none")
+    shape = s.spread and s.lanes == 16 and s.threads == 128 and x.elements == 64
+    return x.narrow and shape and tiles
+
+
+def _many_warps(x: _Tried) -> bool:
+    """Whether enough warps share a row's K to keep a v_last thread's registers few."""
+    return x.s.split >= 4 or (x.chunks == 1 and x.s.split == 2)
+
+
+_Row = tuple[Callable[[_Tried], bool], str]
+
+# What is left out, and what was measured on an H100, HV=64, B=1 to 512 (docs/measured.md, "What the
+# recurrent kernel owes to what").
+_ANYWHERE: tuple[_Row, ...] = (
+    (lambda x: x.chunks > 2, "won nowhere"),
+    (lambda x: x.elements < 8, "won nowhere"),
+    (
+        lambda x: x.s.fence and (x.c.op == "gdn_decode" or x.elements > 32 or not x.s.spread),
+        "a fence pays for KDA alone, whose gates are many, where few registers wait behind it",
+    ),
+)
+_V_LAST: tuple[_Row, ...] = (
+    (
+        lambda x: x.s.vec * ITEMSIZE[x.c.state_dtype] != 16 or x.s.lanes > 8 or x.s.threads < 64,
+        "4 threads or more of 16 bytes side by side won",
+    ),
+    (lambda x: not x.s.early, "won nowhere"),
+    (
+        lambda x: x.elements > (128 if x.s.split == 1 and (x.chunks == 1 or x.narrow) else 64),
+        "more registers than a split row needs; two chunks of 128 elements in fp32 spill",
+    ),
+)
+_V_LAST_ONE: tuple[_Row, ...] = (
+    (lambda x: not _many_warps(x), "K split over warps won, which keeps registers few"),
+    (
+        lambda x: x.s.registers > 0 and not _v_last_cap(x),
+        "a cap pays where a few registers too many cost a block, and nothing spills",
+    ),
+    (
+        lambda x: not x.s.registers and x.s.run == 0,
+        "a thread's rows of K all side by side: up to 4% slower",
+    ),
+    (
+        lambda x: not x.s.registers and (x.s.threads > 256 or not (x.s.spread or x.s.lanes == 1)),
+        "won nowhere",
+    ),
+)
+_V_LAST_LOOP: tuple[_Row, ...] = (
+    (lambda x: not (x.s.spread or x.s.split == 4 or x.s.lanes == 1), "won nowhere"),
+)
+_K_LAST: tuple[_Row, ...] = (
+    (lambda x: x.elements > 64, "won nowhere"),
+    (
+        lambda x: not x.s.spread and x.rows > (2 if x.s.tile_v <= 32 or not x.loop else 1),
+        "to hand u round is a wait, which counts where few blocks run, and half the instructions,"
+        " which count elsewhere",
+    ),
+)
+_K_LAST_ONE: tuple[_Row, ...] = (
+    (lambda x: not x.s.early or x.chunks > 1, "won nowhere"),
+    (
+        lambda x: x.s.lanes < 8 and x.c.K % 64 == 0,
+        "four lanes a row or eight bytes a load: more registers or more instructions for the same"
+        " bytes in flight",
+    ),
+)
+_K_LAST_LOOP: tuple[_Row, ...] = (
+    (
+        lambda x: (
+            x.c.op == "kda_decode" and (x.s.early, x.chunks, x.s.lanes, x.s.vec) == (True, 2, 4, 4)
+        ),
+        "a decay for each of 32 key positions, beside two chunks of the state: 16 bytes spill",
+    ),
+    (
+        lambda x: x.s.registers > 0 and not _loop_cap(x),
+        "a cap pays where it lets a fifth block run, and nothing spills",
+    ),
+    (
+        lambda x: (
+            not x.s.registers
+            and (
+                x.s.threads < 64
+                or x.s.lanes > 16
+                or x.elements < 16
+                or not (x.s.early or x.s.spread)
+            )
+        ),
+        "won nowhere",
+    ),
+)
+
+
+def _left_out(c: Contract) -> tuple[_Row, ...]:
+    """The rows that speak about a contract."""
+    loop = compiled_tokens(c) > 1
     if c.layout == "v_last":
-        # From 4 threads of 16 bytes side by side; 8 and more won, with the row's K split over warps
-        # to keep registers few. Two chunks of
-        # 128 elements in fp32 spill.
-        wide = s.vec * ITEMSIZE[c.state_dtype] == 16 and s.lanes <= 8 and s.threads >= 64
-        fits = elements <= (128 if s.split == 1 and (chunks == 1 or narrow) else 64)
-        if not (wide and s.early and fits):
-            return False
-        if loop:
-            return s.spread or s.split == 4 or s.lanes == 1
-        # A thread's rows of K all side by side: up to 4% slower. Capped, where a few registers too
-        # many cost a block, and nothing spills.
-        many = s.split >= 4 or (chunks == 1 and s.split == 2)
-        if s.registers:
-            near = (
-                c.op == "gdn_decode"
-                and c.gate == "raw"
-                and c.pool
-                and elements == 32
-                and s.lanes in (2, 4)
-            )
-            return (
-                near
-                and not narrow
-                and many
-                and not s.spread
-                and (s.run == 4 or (s.run == 1 and not s.heads))
-            )
-        return many and s.run > 0 and s.threads <= 256 and (s.spread or s.lanes == 1)
-    if elements > 64:
-        return False
-    if not s.spread and held_rows(c, s) > (2 if s.tile_v <= 32 or not loop else 1):
-        # to hand u round is a wait, which counts where few blocks run, and half the instructions,
-        # which count elsewhere
-        return False
-    if not loop:
-        # four lanes a row or eight bytes a load: more registers or more instructions for the same
-        # bytes in flight
-        return s.early and chunks == 1 and (s.lanes >= 8 or c.K % 64 != 0)
-    if c.op == "kda_decode" and s.early and chunks == 2 and s.lanes == 4 and s.vec == 4:
-        # a decay for each of 32 key positions, beside two chunks of the state: 16 bytes spill
-        return False
-    if s.registers:
-        # a fifth block an SM, where nothing spills for it
-        near = narrow and s.spread and s.lanes == 16 and s.threads == 128 and elements == 64
-        return near and (
-            s.tile_v == 64 or (s.tile_v == 128 and not s.early and c.intermediate == "none")
-        )
-    return s.threads >= 64 and s.lanes <= 16 and elements >= 16 and (s.early or s.spread)
+        return (*_ANYWHERE, *_V_LAST, *(_V_LAST_LOOP if loop else _V_LAST_ONE))
+    return (*_ANYWHERE, *_K_LAST, *(_K_LAST_LOOP if loop else _K_LAST_ONE))
+
+
+def why_left_out(c: Contract, s: Knobs) -> str | None:
+    """What was measured of a legal setting that is not worth trying; None of one that is."""
+    x = _tried(c, s)
+    return next((measured for drops, measured in _left_out(c) if drops(x)), None)
 
 
 @functools.lru_cache(maxsize=256)
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
-    return tuple(s for s in _candidates(c) if not refuse(c, s) and _worth_trying(c, s))
+    return tuple(s for s in _candidates(c) if not refuse(c, s) and why_left_out(c, s) is None)
 
 
 @dataclasses.dataclass(frozen=True)
