@@ -14,6 +14,7 @@ from gdntune.kernels import (
     stream_config,
     wy_block_config,
     wy_config,
+    wy_lanes_config,
 )
 from gdntune.kernels.outside import VARIABLE, kernels_of, named
 from gdntune.kernels.spec import Kernel, Role, Variant
@@ -40,6 +41,7 @@ KERNELS: dict[str, Kernel] = {
         recurrent_config.KERNEL,
         wy_config.KERNEL,
         wy_block_config.KERNEL,
+        wy_lanes_config.KERNEL,
         stream_config.KERNEL,
         cpu_recurrent_config.KERNEL,
         cpu_stream_config.KERNEL,

@@ -1,0 +1,343 @@
+"""Gated delta rule decode of two to four tokens in one pass over the state, on CUDA cores, for GDN.
+
+The equations are those of `wy`: with S0 the state before the call, D_t the product of the decays up to token t and F_(t,i) that of
+tokens i+1..t,
+
+    u_t = beta_t (v_t - D_t S0 k_t - sum_(i<t) F_(t,i) (k_i.k_t) u_i)
+    o_t = D_t S0 q_t + sum_(i<=t) F_(t,i) (k_i.q_t) u_i
+    S_t = decay_t S_(t-1) + u_t k_t^T
+
+`recurrent` waits for a butterfly and a barrier's data once a token; here the sums S0 k_t and S0 q_t of all tokens are one butterfly. All
+that is read is asked for first: the slot's index, then gates, q, k and v while it is on its way, then the state; the sums over q and k
+alone are taken while the state is on its way. `lanes` threads of a warp share `ilp` rows.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+
+from gdntune.kernels import decode, gates
+
+F32 = Float32
+
+
+class WYLanes(decode.Decode):
+    """The compile-time facts of one object."""
+
+    def __init__(self, facts: dict, knobs: dict):
+        self.lanes, self.RV, threads = knobs["lanes"], knobs["ilp"], knobs["threads"]
+        self.groups = threads // self.lanes
+        super().__init__(facts, self.groups * self.RV, threads)
+        self.shared = knobs["shared"]
+        self.warps = threads // 32
+        self.T = self.tokens
+        self.RK = self.K // self.lanes
+        # a load of the state, and of q and k
+        self.vec = min(16 // (self.state_dtype.width // 8), self.RK)
+        T = self.T
+        # sums over q and k alone, a line a token: |k_t|^2, |q_t|^2, k_i.k_t of i < t, k_i.q_t of i <= t
+        self.line = 2 + (T - 1) + T
+        # the same, as (token of the one, token of the other or None for its own, whether the other is q)
+        self.pairs = [
+            x
+            for t in range(T)
+            for x in [
+                (t * self.line, "k", t, "k", t),
+                (t * self.line + 1, "q", t, "q", t),
+                *((t * self.line + 2 + i, "k", i, "k", t) for i in range(t)),
+                *((t * self.line + 1 + T + i, "k", i, "q", t) for i in range(t + 1)),
+            ]
+        ]
+
+    @cute.jit
+    def read_keys(self, source, target, ni, t0, length, hq, lane):
+        """Issues the loads of a thread's key positions of every token; what is no token is zero."""
+        for t in cutlass.range_constexpr(self.T):
+            if const_expr(self.ragged):
+                target[t, None].fill(0)
+                if t < length:
+                    self.read_row(source[ni, t0 + t, hq, None], target[t, None], lane)
+            else:
+                self.read_row(source[ni, t0 + t, hq, None], target[t, None], lane)
+
+    @cute.jit
+    def read_row(self, source, target, lane):
+        for c in cutlass.range_constexpr(self.RK // self.vec):
+            run = cute.local_tile(source, (self.vec,), (c * self.lanes + lane,))
+            cute.autovec_copy(run, cute.local_tile(target, (self.vec,), (c,)))
+
+    @cute.jit
+    def copy_rows(self, tile, raw, row0, lane, store: cutlass.Constexpr):
+        """Moves a thread's RV by RK elements between the head's state `tile` in memory and registers."""
+        for i in cutlass.range_constexpr(self.RV):
+            for c in cutlass.range_constexpr(self.RK // self.vec):
+                m = cute.local_tile(tile[row0 + i, None], (self.vec,), (c * self.lanes + lane,))
+                r = cute.local_tile(raw[i, None], (self.vec,), (c,))
+                if const_expr(store):
+                    cute.autovec_copy(r, m)
+                else:
+                    cute.autovec_copy(m, r)
+
+    @cute.jit
+    def store_rows(self, tile, fh, row0, lane):
+        """Rounds a thread's state and writes it to the head's state `tile`."""
+        raw = cute.make_rmem_tensor(fh.layout, self.state_dtype)
+        for i in cutlass.range_constexpr(self.RV):
+            for j in cutlass.range_constexpr(self.RK):
+                raw[i, j] = fh[i, j].to(self.state_dtype)
+        self.copy_rows(tile, raw, row0, lane, True)
+
+    @cute.jit
+    def over_lanes(self, sums, n: cutlass.Constexpr):
+        """Sums n values over the threads of a row; they end in each of them."""
+        for s in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+            for i in cutlass.range_constexpr(n):
+                sums[i] = sums[i] + self.across(sums[i], self.lanes >> (s + 1))
+
+    def across(self, x, distance):
+        return cute.arch.shuffle_sync_bfly(x, offset=distance, mask=-1, mask_and_clamp=31)
+
+    def at_lane(self, x, lane):
+        return cute.arch.shuffle_sync(x, offset=lane, mask=-1, mask_and_clamp=31)
+
+    @cute.jit
+    def dots(self, fk, fq, chosen: cutlass.Constexpr, sums):
+        """The chosen sums over q and k, each at its place among the chosen."""
+        for p in cutlass.range_constexpr(len(chosen)):
+            _, x, tx, y, ty = const_expr(chosen[p])
+            total = F32(0.0)
+            for j in cutlass.range_constexpr(self.RK):
+                a = fk[tx, j] if const_expr(x == "k") else fq[tx, j]
+                b = fk[ty, j] if const_expr(y == "k") else fq[ty, j]
+                total += a * b
+            sums[p] = total
+        self.over_lanes(sums, len(chosen))
+
+    @cute.jit
+    def gram(self, fk, fq, sG, tid):
+        """All sums over q and k: by each group of lanes for itself, or a part of them by each warp."""
+        g = cute.make_rmem_tensor((self.T * self.line,), F32)
+        if const_expr(self.shared):
+            for w in cutlass.range_constexpr(self.warps):
+                if tid // 32 == w:
+                    chosen = const_expr(self.pairs[w :: self.warps])
+                    sums = cute.make_rmem_tensor((max(1, len(chosen)),), F32)
+                    self.dots(fk, fq, chosen, sums)
+                    if tid % 32 == 0:
+                        for p in cutlass.range_constexpr(len(chosen)):
+                            sG[chosen[p][0]] = sums[p]
+            cute.arch.sync_threads()
+            for p in cutlass.range_constexpr(len(self.pairs)):
+                g[self.pairs[p][0]] = sG[self.pairs[p][0]]
+        else:
+            sums = cute.make_rmem_tensor((len(self.pairs),), F32)
+            self.dots(fk, fq, self.pairs, sums)
+            for p in cutlass.range_constexpr(len(self.pairs)):
+                g[self.pairs[p][0]] = sums[p]
+        return g
+
+    @cute.jit
+    def ask_row(self, n, wl, slot_index, accepted, columns):
+        """Issues the loads of `slots`: a request's row of slots, one a lane, and beside it the column to start from.
+
+        A column that hangs on `accepted` is a second wait for memory before the state, and a slot asked for after each token one more
+        before what follows it.
+        """
+        row = slot_index[n, cutlass.min(wl, columns - 1)]
+        first = Int32(1)
+        if const_expr(self.accepted):
+            first = accepted[n]
+        return row, first
+
+    @cute.jit
+    def of_row(self, row, column):
+        """A row's slot of a column below 32; all lanes take part."""
+        return cute.arch.shuffle_sync(row, offset=column, mask=-1, mask_and_clamp=31)
+
+    @cute.jit
+    def start_of_row(self, row, first, n, slot_index, columns):
+        """The slot to start from, of what `ask_row` asked for."""
+        column = cutlass.min(cutlass.max(first, 1), columns) - 1
+        slot = self.of_row(row, cutlass.min(column, 31))
+        if column > 31:
+            slot = slot_index[n, column]
+        return slot
+
+    @cute.kernel
+    def kernel(
+        self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
+        scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
+        null_index: Int32, use_qk_l2norm: Int32, heads: cute.FastDivmodDivisorV2,
+        slots: Int32, tokens: Int32, columns, rows, steps, A_shared, dt_shared,
+    ):  # fmt: skip
+        tid, _, _ = cute.arch.thread_idx()
+        vt, hv, n = self.place()
+        T, RV, RK = const_expr(self.T), const_expr(self.RV), const_expr(self.RK)
+        wl = tid % 32
+        lane = tid % self.lanes
+        row0 = vt * self.tile_v + tid // self.lanes * RV
+        hq, _ = divmod(hv, heads)
+        row = Int32(0)
+        first = Int32(1)
+        if const_expr(self.intermediate == "slots"):
+            row, first = self.ask_row(n, wl, slot_index, accepted, columns)
+            slot = Int32(0)
+            write_slot = write_index[n] if const_expr(self.pool and self.update) else slot
+        else:
+            slot, write_slot = self.slots_of(
+                n, read_index, write_index, slot_index, accepted, columns
+            )
+        # the state's address waits for this: nothing may be computed before it that does not serve it
+        cute.arch.sync_warp()
+        ni, t0, length = self.span_of(n, cu_seqlens, tokens)
+        A = F32(0.0) if const_expr(A_log is None) else A_log[hv].to(F32)
+        bias = F32(0.0) if const_expr(dt_bias is None) else dt_bias[hv].to(F32)
+        keys = cute.make_layout((T, RK), stride=(RK, 1))
+        rk = cute.make_rmem_tensor(keys, k.element_type)
+        rq = cute.make_rmem_tensor(keys, q.element_type)
+        rv = cute.make_rmem_tensor(cute.make_layout((T, RV), stride=(RV, 1)), v.element_type)
+        # lane t of each four has token t's gates
+        ga, gb = self.read_inputs(q, k, v, a, b, ni, t0, length, hq, hv, row0, wl, lane, rk, rq, rv)
+        # Loads do not move across this; without it the compiler sinks them below the branch.
+        cute.arch.sync_warp()
+        if const_expr(self.intermediate == "slots"):
+            slot = self.start_of_row(row, first, n, slot_index, columns)
+        live, writes = self.named(slot, write_slot, slots, null_index)
+        at = Int32(-1)
+        keeps = live
+        if const_expr(self.intermediate == "indexed"):
+            at = slot_index[n]
+            keeps = at >= 0 and at < rows and at != null_index
+        if live:
+            tile = cute.make_layout((RV, RK), stride=(RK, 1))
+            raw = cute.make_rmem_tensor(tile, self.state_dtype)
+            self.copy_rows(state[Int64(slot), hv, None, None], raw, row0, lane, False)
+            # what follows does not move across this: it would wait for k before the state is asked for
+            cute.arch.sync_warp()
+            sG = None
+            if const_expr(self.shared):
+                sG = SmemAllocator().allocate_tensor(
+                    F32, cute.make_layout((T * self.line,), stride=(1,)), 16
+                )
+            fk = cute.make_rmem_tensor(keys, F32)
+            fq = cute.make_rmem_tensor(keys, F32)
+            for t in cutlass.range_constexpr(T):
+                for j in cutlass.range_constexpr(RK):
+                    fk[t, j] = rk[t, j].to(F32)
+                    fq[t, j] = rq[t, j].to(F32)
+            g = self.gram(fk, fq, sG, tid)
+            decay = gates.decay(
+                self.gate, ga, A, bias, softplus_beta, softplus_threshold, lower_bound
+            )
+            beta = self.beta_of(gb, beta_scale)
+            if wl % 4 >= length:
+                decay = F32(1.0)
+                beta = F32(0.0)
+            rd = cute.make_rmem_tensor((T,), F32)
+            rb = cute.make_rmem_tensor((T,), F32)
+            ik = cute.make_rmem_tensor((T,), F32)
+            iq = cute.make_rmem_tensor((T,), F32)
+            for t in cutlass.range_constexpr(T):
+                rd[t] = self.at_lane(decay, Int32(t))
+                rb[t] = self.at_lane(beta, Int32(t))
+                x, y = self.norms(g[t * self.line + 1], g[t * self.line], scale, use_qk_l2norm)
+                iq[t] = x
+                ik[t] = y
+
+            fh = cute.make_rmem_tensor(tile, F32)
+            sums = cute.make_rmem_tensor((2 * T * RV,), F32)
+            for i in cutlass.range_constexpr(RV):
+                for j in cutlass.range_constexpr(RK):
+                    fh[i, j] = raw[i, j].to(F32)
+                for t in cutlass.range_constexpr(T):
+                    x = F32(0.0)
+                    y = F32(0.0)
+                    for j in cutlass.range_constexpr(RK):
+                        x += fh[i, j] * fk[t, j]
+                        y += fh[i, j] * fq[t, j]
+                    sums[2 * (t * RV + i)] = x
+                    sums[2 * (t * RV + i) + 1] = y
+            self.over_lanes(sums, 2 * T * RV)
+            # w: u_t over the norm of k_t, which its key is then taken with as it came; x: what of it is left, and its own norm
+            w = cute.make_rmem_tensor((T * RV,), F32)
+            ro = cute.make_rmem_tensor((T * RV,), F32)
+            for i in cutlass.range_constexpr(RV):
+                x = cute.make_rmem_tensor((T,), F32)
+                total = F32(1.0)
+                for t in cutlass.range_constexpr(T):
+                    total = total * rd[t]
+                    u = sums[2 * (t * RV + i)] * total
+                    y = sums[2 * (t * RV + i) + 1] * total
+                    for s in cutlass.range_constexpr(t):
+                        x[s] = x[s] * rd[t]
+                        u += x[s] * g[t * self.line + 2 + s]
+                        y += x[s] * g[t * self.line + 1 + T + s]
+                    u = (rv[t, i].to(F32) - u * ik[t]) * rb[t]
+                    x[t] = u * ik[t]
+                    w[t * RV + i] = x[t]
+                    ro[t * RV + i] = (y + x[t] * g[t * self.line + 1 + T + t]) * iq[t]
+            self.write_outputs(ro, output, ni, t0, length, hv, row0, lane)
+            for t in cutlass.range_constexpr(T):
+                for i in cutlass.range_constexpr(RV):
+                    for j in cutlass.range_constexpr(RK):
+                        fh[i, j] = fh[i, j] * rd[t] + w[t * RV + i] * fk[t, j]
+                if const_expr(self.intermediate == "slots"):
+                    to = self.of_row(row, Int32(t))
+                    if t < columns and t < length and to >= 0 and to < slots and to != null_index:
+                        self.store_rows(state[Int64(to), hv, None, None], fh, row0, lane)
+                elif const_expr(self.intermediate != "none"):
+                    line = Int64(at) if const_expr(self.intermediate == "indexed") else Int64(n)
+                    if keeps and t < steps and t < length:
+                        self.store_rows(
+                            intermediate[line, Int64(t), hv, None, None], fh, row0, lane
+                        )
+            if const_expr(self.update):
+                if writes:
+                    self.store_rows(state[Int64(write_slot), hv, None, None], fh, row0, lane)
+        else:
+            self.zero_rows(output, ni, t0, length, hv, vt * self.tile_v, tid)
+
+    @cute.jit
+    def read_inputs(self, q, k, v, a, b, ni, t0, length, hq, hv, row0, wl, lane, rk, rq, rv):
+        """Issues the loads of this thread's share of q, k and v; gives the gates of token wl % 4."""
+        self.read_keys(k, rk, ni, t0, length, hq, lane)
+        self.read_keys(q, rq, ni, t0, length, hq, lane)
+        ga = F32(0.0)
+        gb = F32(0.0)
+        if wl % 4 < length:
+            ga = a[ni, t0 + wl % 4, hv].to(F32)
+            gb = b[ni, t0 + wl % 4, hv].to(F32)
+        for t in cutlass.range_constexpr(self.T):
+            if const_expr(self.ragged):
+                rv[t, None].fill(0)
+                if t < length:
+                    self.read_values(v, rv, ni, t0, t, hv, row0)
+            else:
+                self.read_values(v, rv, ni, t0, t, hv, row0)
+        return ga, gb
+
+    @cute.jit
+    def read_values(self, v, rv, ni, t0, t: cutlass.Constexpr, hv, row0):
+        values = cute.local_tile(v[ni, t0 + t, hv, None], (self.RV,), (row0 // self.RV,))
+        cute.autovec_copy(values, rv[t, None])
+
+    @cute.jit
+    def write_outputs(self, ro, output, ni, t0, length, hv, row0, lane):
+        """Lane l of a row's threads writes the l-th of the group's outputs: one store for as many as there are lanes."""
+        n = const_expr(self.T * self.RV)
+        for r in cutlass.range_constexpr(-(-n // self.lanes)):
+            here = const_expr(min(self.lanes, n - r * self.lanes))
+            x = ro[r * self.lanes]
+            for i in cutlass.range_constexpr(1, here):
+                if lane == i:
+                    x = ro[r * self.lanes + i]
+            at = r * self.lanes + lane
+            t = at // self.RV
+            if lane < here and t < length:
+                output[ni, t0 + t, hv, row0 + at % self.RV] = x.to(output.element_type)
+
+
+def compile(facts: dict, knobs: dict, options: str, prefix: str):
+    """The compiled function of one setting, for the architecture that CUTE_DSL_ARCH names; profilers show `prefix`."""
+    return decode.compiled(WYLanes(facts, knobs), facts, options, prefix)
