@@ -20,6 +20,7 @@ from gdntune import strict
 from gdntune.device.arch import Device
 from gdntune.errors import JournalError, TableError, UnsupportedProblem, listed
 from gdntune.files import write_whole
+from gdntune.kernels.fingerprint import same_objects
 from gdntune.kernels.spec import Variant
 from gdntune.problem import ITEMSIZE, Contract, contract_fault
 from gdntune.sol import Bound
@@ -325,10 +326,14 @@ def _line(value: Any) -> str:
 
 
 def stale(table: Table, fingerprints: Mapping[str, str]) -> list[str]:
-    """The table's kernels whose installed code is not what was measured, or is not installed, given
-    fingerprints by name.
+    """The table's kernels whose installed code is not what was measured, nor compiles to the same
+    objects, or is not installed, given fingerprints by name.
     """
-    return sorted(name for name, was in table.kernels.items() if fingerprints.get(name) != was)
+    return sorted(
+        name
+        for name, was in table.kernels.items()
+        if (code := fingerprints.get(name)) != was and not same_objects(name, was, code)
+    )
 
 
 def json_schema() -> dict[str, Any]:

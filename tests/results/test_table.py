@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gdntune.device.arch import target
 from gdntune.errors import TableError, UnsupportedProblem
+from gdntune.kernels import fingerprint
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract
 from gdntune import files
@@ -418,3 +419,18 @@ def test_shipped_tables_are_valid():
     """Every table in tables/ loads."""
     for path in sorted((Path(__file__).parents[2] / "tables").glob("*/*.json")):
         assert isinstance(table.load(path), Table)
+
+
+def test_code_that_compiles_to_the_same_objects_is_not_stale(tmp_path, monkeypatch):
+    """Fault: a kernel whose text alone was rewritten made every table of it stale."""
+    entry = '[{"kernel": "recurrent", "measured": "f1", "code": "f2"}]'
+    (tmp_path / "identical.json").write_text(entry)
+    monkeypatch.setattr(fingerprint, "IDENTICAL", tmp_path / "identical.json")
+    fingerprint._identical.cache_clear()
+    try:
+        t = read(VALID)
+        assert t.kernels == {"recurrent": "f1"}
+        assert table.stale(t, {"recurrent": "f2"}) == []
+        assert table.stale(t, {"recurrent": "f3"}) == ["recurrent"]
+    finally:
+        fingerprint._identical.cache_clear()
