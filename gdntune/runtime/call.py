@@ -32,7 +32,9 @@ MOST_RECORDS = 16
 
 _RECORDS: dict[Any, tuple["Record", ...]] = {}
 _LOCK = threading.RLock()
-_READ, _WRITE = map(Tensors._fields.index, ("read_index", "write_index"))
+_V, _READ, _WRITE = map(Tensors._fields.index, ("v", "read_index", "write_index"))
+# What every compiled function ties to q and v by itself.
+_TIED = tuple(map(Tensors._fields.index, ("k", "a", "b", "output")))
 _INDICES = tuple(
     Tensors._fields.index(n)
     for n in ("read_index", "write_index", "slot_index", "accepted", "cu_seqlens")
@@ -47,6 +49,8 @@ class Record(NamedTuple):
 
     guard: whether tensors are like those; pick: the tensors that are given, of a call's;
     function, numbers: what runs; adapt: what changes the tensors first, or None.
+    settings, same, absent, nothing: by what a call is like this one: its settings, whether one
+    index is read and written, and the tensors that are not given, which are `nothing`.
     """
 
     guard: Callable[..., bool]
@@ -55,12 +59,21 @@ class Record(NamedTuple):
     numbers: tuple[float | int, ...]
     adapt: Callable[[Any], Any] | None
     contract: Contract
+    settings: tuple[Any, ...]
+    same: bool
+    absent: Callable[[Any], Any]
+    nothing: Any
+
+
+_recent: Record | None = None
 
 
 def forget() -> None:
     """Drops all records, so that each call is looked at anew."""
+    global _recent
     with _LOCK:
         _RECORDS.clear()
+        _recent = None
 
 
 def run(tensors: tuple[Any, ...], settings: tuple[Any, ...], *, route: bool = True) -> Tensor:
@@ -69,31 +82,59 @@ def run(tensors: tuple[Any, ...], settings: tuple[Any, ...], *, route: bool = Tr
 
     route: whether tensors that are no memory may go by the operators of `traced`.
     """
-    (
-        _, q, _, v, _, _, A_log, _, read, write, slot, accepted, cu_seqlens, buffer, output,
-    ) = tensors  # fmt: skip
+    record = _recent
+    # most calls are like the one before them: that record is tried without a key
+    if (
+        record is not None
+        and settings == record.settings
+        and (tensors[_WRITE] is tensors[_READ]) is record.same
+        and record.absent(tensors) == record.nothing
+        and _fits(record.guard, record.pick(tensors))
+    ):
+        return _call(record, tensors)
+    return _search(tensors, settings, route)
+
+
+def _fits(guard: Callable[..., bool], given: Any) -> bool:
+    try:
+        # a nested tensor would end the process in the guard
+        return True not in map(_nested, given) and guard(*given) and not _modes()
+    except TypeError:  # what is no tensor
+        return False
+
+
+def _call(record: Record, tensors: tuple[Any, ...]) -> Tensor:
+    """Runs a call that fits a record."""
+    output = tensors[-1]
+    if output is None:
+        output = torch.empty_like(tensors[_V], memory_format=torch.contiguous_format)
+        tensors = (*tensors[:-1], output)
+    if record.adapt is not None:
+        tensors = record.adapt(tensors)
+    try:
+        record.function(*tensors, *record.numbers)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise arguments.refusal(record.contract, (*tensors, *record.numbers), e) from e
+    return output
+
+
+def _search(tensors: tuple[Any, ...], settings: tuple[Any, ...], route: bool) -> Tensor:
+    """A call unlike the one before it: by a record of its key, or looked at whole."""
+    global _recent
     key = (
-        q.shape, write is read, A_log is None, read is None, write is None, slot is None,
-        accepted is None, cu_seqlens is None, buffer is None, output is None, settings,
-    )  # fmt: skip
+        tensors[1].shape,
+        tensors[_WRITE] is tensors[_READ],
+        *(x is None for x in tensors),
+        settings,
+    )
     try:
         records = _RECORDS.get(key, ())
     except TypeError:  # a setting that is no value, or a size that is a symbol
         records = ()
-    for guard, pick, function, numbers, adapt, contract in records:
-        given = pick(tensors)
-        # a nested tensor would end the process in the guard
-        if True not in map(_nested, given) and guard(*given) and not _modes():
-            if output is None:
-                output = torch.empty_like(v, memory_format=torch.contiguous_format)
-                tensors = (*tensors[:-1], output)
-            if adapt is not None:
-                tensors = adapt(tensors)
-            try:
-                function(*tensors, *numbers)
-            except (TypeError, ValueError, RuntimeError) as e:
-                raise arguments.refusal(contract, (*tensors, *numbers), e) from e
-            return output
+    for record in records:
+        if _fits(record.guard, record.pick(tensors)):
+            _recent = record
+            return _call(record, tensors)
     return _first(key, Tensors._make(tensors), Settings._make(settings), route)
 
 
@@ -222,7 +263,10 @@ def _keep(
     given = pick(t)
     guard = TensorGuards(
         *given,
-        dynamic_dims_sizes=[list(x.shape) for x in given],
+        dynamic_dims_sizes=[
+            [None] * x.dim() if i in _TIED else list(x.shape)
+            for i, x in zip(places, given, strict=True)
+        ],
         dynamic_dims_strides=[[None] * x.dim() for x in given],
     ).check
     if not guard(*given):
@@ -232,5 +276,11 @@ def _keep(
         return
     if len(_RECORDS) >= MOST_KEYS:
         _RECORDS.clear()
-    record = Record(guard, pick, function, numbers, adapt, contract)
+    missing = [i for i, x in enumerate(t) if x is None]
+    absent = operator.itemgetter(*missing) if missing else bool
+    nothing = True if not missing else None if len(missing) == 1 else (None,) * len(missing)
+    record = Record(
+        guard, pick, function, numbers, adapt, contract, key[-1],
+        t.write_index is t.read_index, absent, nothing,
+    )  # fmt: skip
     _RECORDS[key] = (record, *_RECORDS.get(key, ())[: MOST_RECORDS - 1])
