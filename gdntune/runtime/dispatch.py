@@ -22,7 +22,7 @@ from gdntune.device.arch import Device, detect
 from gdntune.errors import BuildError, CaptureError, UnsupportedProblem
 from gdntune.kernels.spec import Variant
 from gdntune.objects.build import compile_objects
-from gdntune.objects.store import ObjectSpec, Store, object_spec
+from gdntune.objects.store import NOWHERE, ObjectSpec, Store, object_spec
 from gdntune.problem import Contract, Op, check_contract
 from gdntune.results import table
 from gdntune.runtime import environment
@@ -49,10 +49,15 @@ class Choice(NamedTuple):
 
 
 def user_tables() -> Path:
-    """Where a user's own tables are looked for: <here>/<device>/<op>.json."""
+    """Where a user's own tables are looked for: <here>/<device>/<op>.json. A user without a home
+    has none.
+    """
     import platformdirs
 
-    return Path(platformdirs.user_data_dir("gdntune")) / "tables"
+    try:
+        return Path(platformdirs.user_data_dir("gdntune")) / "tables"
+    except (RuntimeError, KeyError):
+        return NOWHERE / "tables"
 
 
 def shipped_tables() -> Path:
@@ -148,7 +153,7 @@ class Runtime:
                 return Source(loaded, Path(given), "GDNTUNE_TABLE")
         own = f"{self.device.slug}/{op}.json"
         for folder, why in ((user_tables(), "the user's"), (shipped_tables(), "shipped")):
-            if (folder / own).exists():
+            if os.path.exists(folder / own):  # False where one may not look
                 return Source(table.load(folder / own), folder / own, why)
         return self._nearest(op)
 

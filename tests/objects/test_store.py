@@ -14,6 +14,7 @@ from gdntune.errors import BuildError, ToolMissing
 from gdntune.objects import build, store
 from gdntune.objects.store import Store, object_spec, read_bundle, write_bundle
 from gdntune.problem import Contract
+from gdntune.runtime import dispatch
 from gdntune.sol import floor_form
 
 CONTRACT = Contract(state_dtype="fp32", mode="update")
@@ -192,6 +193,8 @@ def test_a_user_without_a_home_has_a_store(built, monkeypatch, tmp_path):
         raise KeyError("uid not found")
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    assert not dispatch.user_tables().exists()
     homeless = Store(bundles=[tmp_path])
     assert works(homeless.load([objects[0][0]])[objects[0][0].key])
     with pytest.raises(ToolMissing, match="no home folder: set GDNTUNE_CACHE_DIR"):
