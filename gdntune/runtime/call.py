@@ -10,7 +10,7 @@ import operator
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -263,11 +263,15 @@ def _keep(
     given = pick(t)
     guard = TensorGuards(
         *given,
-        dynamic_dims_sizes=[
-            [None] * x.dim() if i in _TIED else list(x.shape)
-            for i, x in zip(places, given, strict=True)
-        ],
-        dynamic_dims_strides=[[None] * x.dim() for x in given],
+        # its annotation asks for SymInt, its C++ takes plain sizes
+        dynamic_dims_sizes=cast(
+            Any,
+            [
+                [None] * x.dim() if i in _TIED else list(x.shape)
+                for i, x in zip(places, given, strict=True)
+            ],
+        ),
+        dynamic_dims_strides=cast(Any, [[None] * x.dim() for x in given]),
     ).check
     if not guard(*given):
         if len({id(x) for x in given}) < len(given):

@@ -6,7 +6,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-from ptx import compile_ptx, narrow_products, wide_products
+from ptx.offsets import compile_ptx, narrow_products, wide_products
 
 from gdntune import kernels
 from gdntune.device import arch
