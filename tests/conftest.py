@@ -39,13 +39,24 @@ def _compiled_ahead():
     return frozenset(objects.contracts())
 
 
-@pytest.fixture(autouse=True)
-def believed(request, monkeypatch):
+@pytest.fixture(scope="session", autouse=True)
+def noise_guard():
     """Times of a machine that runs tests are noise, and mark every cell of a sweep: only tests of
-    the noise guard see them so.
+    the noise guard see them so. Of the whole run, since fixtures of a module sweep too.
     """
-    if not request.node.get_closest_marker("noise"):
-        monkeypatch.setattr("gdntune.tuning.noise.noise", lambda device, timed: "")
+    from gdntune.tuning import noise
+
+    guard = noise.noise
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(noise, "noise", lambda device, timed: "")
+        yield guard
+
+
+@pytest.fixture(autouse=True)
+def noise_is_seen(request, monkeypatch, noise_guard):
+    """Tests marked `noise` have the guard as it is."""
+    if request.node.get_closest_marker("noise"):
+        monkeypatch.setattr("gdntune.tuning.noise.noise", noise_guard)
 
 
 @pytest.fixture(autouse=True)

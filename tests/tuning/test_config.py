@@ -599,11 +599,11 @@ def test_a_new_field_leaves_old_hashes_alone():
 
 def test_kernels_restrict_variants():
     """`kernels` leaves the named kernels, and of each the listed values; True is not 1."""
-    c = read(kernels={"recurrent": {"tile_v": [16, 32], "wide": [True]}})
-    variant = Variant("recurrent", "r", {"tile_v": 16, "ilp": 4, "wide": True})
+    c = read(kernels={"recurrent": {"tile_v": [16, 32], "early": [True]}})
+    variant = Variant("recurrent", "r", {"tile_v": 16, "ilp": 4, "early": True})
     assert c.admits(variant)
     assert not c.admits(msgspec.structs.replace(variant, kernel="other"))
-    for change in ({"tile_v": 64}, {"wide": 1}, {"wide": False}):
+    for change in ({"tile_v": 64}, {"early": 1}, {"early": False}):
         assert not c.admits(msgspec.structs.replace(variant, knobs={**variant.knobs, **change}))
     assert read().admits(variant)
     assert c.admitted(Contract(), [variant, msgspec.structs.replace(variant, kernel="other")]) == (

@@ -650,7 +650,7 @@ def test_a_table_of_another_kind_of_device_is_refused(store, tmp_path):
     shipped = table.load(SHIPPED)
     with pytest.raises(
         UnsupportedProblem,
-        match=r"a table of NVIDIA H200 \(cuda\) to be judged on .*accepted are tables of the same kind",
+        match=r"a table of NVIDIA H200 \(cuda\) to be judged on .*expected a table of the same kind",
     ):
         run(tmp_path, store, judged=[shipped])
 
