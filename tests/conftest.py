@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 _FOLDERS = pytest.StashKey[Path]()
@@ -96,6 +97,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # GDNTUNE_TEST_CACHE keeps compiled objects from one run to the next, for whoever runs the tests
     # many times.
     os.environ["GDNTUNE_CACHE_DIR"] = os.environ.get("GDNTUNE_TEST_CACHE") or str(folder / "cache")
+    # no test is decided by how long one example took: the machine may be busy
+    hypothesis.settings.register_profile("busy", deadline=None)
+    hypothesis.settings.load_profile("busy")
     os.environ["XDG_DATA_HOME"] = str(folder / "data")
     os.environ["TVM_FFI_CACHE_DIR"] = str(folder / "tvm-ffi")
     # Threads that spin while they wait take the cores from what they wait for: beside other work

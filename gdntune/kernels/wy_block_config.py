@@ -50,6 +50,12 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             return f"{name}={given}: expected one of {', '.join(map(str, expected))}"
     if 32 * s.warps > s.threads:
         return f"warps={s.warps} with threads={s.threads}: expected at most {s.threads // 32}"
+    # Warps without rows of their own redo the last warp's, and in a second pass would overwrite what
+    # it still reads: tests/ptx found the race.
+    if s.passes > 1 and s.threads != 32 * s.warps:
+        return (
+            f"passes={s.passes} with {s.threads // 32} warps, {s.warps} with rows: expected as many"
+        )
     if c.V % (s.rows * s.warps * s.passes):
         return f"V={c.V} is not a multiple of rows*warps*passes={s.rows * s.warps * s.passes}"
     registers = s.rows * c.K * ITEMSIZE[c.state_dtype] // 128

@@ -510,7 +510,9 @@ def test_replay(folder, tmp_path):
         "synthetic, 2026-11-28T00:00:00+00:00: 6 rules, 12 intervals, 2 variants; regret"
     )
     assert table.validate(run("replay", folder, "--json").stdout.encode()) == table.load(out)
-    assert refused(run("replay", folder, "--without-variants", "x"), "'x' fits none of 4 variants")
+    assert refused(
+        run("replay", folder, "--without-variants", "x"), "'x' fits none of the 4 variants"
+    )
 
 
 def test_judge(folder, tmp_path):
