@@ -61,9 +61,13 @@ def table_which(
 
     device = gpus.named(gpu) if gpu else arch.detect()
     runtime = Runtime(device)
-    # what the runtime warns of stands in the rows
-    logging.getLogger("gdntune").setLevel(logging.ERROR)
-    rows = [_which(op, device, runtime.source(op)) for op in typing.get_args(Op)]
+    log = logging.getLogger("gdntune")
+    level = log.level
+    log.setLevel(logging.ERROR)  # what the runtime warns of stands in the rows
+    try:
+        rows = [_which(op, device, runtime.source(op)) for op in typing.get_args(Op)]
+    finally:
+        log.setLevel(level)
     if as_json:
         print_json({"device": device, "tables": rows})
         return

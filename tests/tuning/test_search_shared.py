@@ -448,7 +448,7 @@ def test_the_command_line_on_such_sweeps(added):
         run("table", "show", folder / "table.json").stdout.split()
     )
     for args, message in (
-        (("--devices", "0,x"), "'0,x': accepted are device numbers"),
+        (("--devices", "0,x"), "'0,x': expected device numbers"),
         (("--devices", "1,1"), "each once"),
         (("--devices", "0", "--executor", "ray"), "Ray says which devices there are"),
     ):
