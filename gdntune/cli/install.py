@@ -19,9 +19,8 @@ def table_install(
 
     A table that is there is kept beside it as NAME.json.before.
     """
-    import shutil
-
     from gdntune import kernels
+    from gdntune.files import write_whole
     from gdntune.results import table
     from gdntune.runtime import dispatch
 
@@ -34,13 +33,14 @@ def table_install(
     kernels.check_names(map(found.variant, found.variants), str(path))
     for op in sorted({rule.when.op for rule in found.rules}):
         target = dispatch.user_tables() / found.device.slug / f"{op}.json"
-        if target.exists():
+        if target.is_file():
             before = target.with_name(target.name + ".before")
-            shutil.copy2(target, before)
+            write_whole(before, target.read_bytes())
             typer.echo(f"the one that was there is now {before}")
-        target.parent.mkdir(parents=True, exist_ok=True)
         table.save(found, target)
         typer.echo(f"{target}: in use for {op} on {found.device.name}, from the next process on")
+    if noise := table.noise_words(found.evidence):
+        typer.echo(f"WARNING: the table is noisy: {noise}", err=True)
 
 
 @refusing
@@ -82,7 +82,7 @@ def table_which(
 def _which(op: str, device: Any, source: Any) -> dict[str, Any]:
     from gdntune import kernels
     from gdntune.device import gpus
-    from gdntune.results.table import stale
+    from gdntune.results.table import noise_words, stale
 
     if source is None:
         why = "no table of this kind of device: each kernel's default rule is used; sweep"
@@ -91,6 +91,8 @@ def _which(op: str, device: Any, source: Any) -> dict[str, Any]:
     warnings = []
     if names := stale(source.table, kernels.fingerprints(device.kind)):
         warnings.append(f"stale: measured with other code of {listed(names)}; sweep again")
+    if noise := noise_words(source.table.evidence):
+        warnings.append(f"noisy: {noise}")
     if of.kind == "cuda" and gpus.memory_class(of.name) != gpus.memory_class(device.name):
         warnings.append(
             f"measured on {of.name}, which has {gpus.memory_class(of.name)} and not"

@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gdntune.problem import Contract, Problem
 from gdntune.report import figures, peers
 from gdntune.report.figures import Band, Line, Tile
-from gdntune.report.words import cell_words, geometric_mean, number, ratio, size_names
+from gdntune.report.words import (
+    cell_words,
+    geometric_mean,
+    is_noisy,
+    marked,
+    number,
+    ratio,
+    size_names,
+)
 from gdntune.results.baseline import Baseline
-from gdntune.results.journal import Trial
+from gdntune.results.journal import NOISY, Trial
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -99,7 +107,7 @@ def _maps(
                 f"{cell_words(c)}: {number(c['median_us'])} us, {letters.get(c['variant'], '')}"
                 f" {c['variant']}"
             )
-            found.append(Tile(column, row, _key(c), value, show(value), said))
+            found.append(Tile(column, row, _key(c), value, marked(c, show(value)), said))
         return found
 
     headers = [f"T={t}" for t in tokens]
@@ -257,7 +265,8 @@ def _samples(
     packed samples].
     """
     timed = frame[(frame["stage"] == "final") & (frame["status"] == "ok")]
-    columns = (timed[name] for name in ("variant", "chosen", "verified", "mean_us"))
+    names_of = ("variant", "chosen", "verified", "mean_us", "reason")
+    columns = (timed[name] for name in names_of)
     known = {(key, variant): row for key, variant, *row in zip(_keys(timed), *columns, strict=True)}
     # One lookup of the default rule a cell, not one a sample's row.
     usual = functools.cache(default)
@@ -269,9 +278,11 @@ def _samples(
         row = known.get((key, trial.variant.id))
         if row is None or trial.stage != "final":
             continue
-        chosen, verified, mean_us = row
+        chosen, verified, mean_us, reason = row
+        noisy = reason.startswith(NOISY)
         is_default = trial.variant.id == usual(problem)
-        marks = [w for w, is_so in (("chosen", chosen), ("default", is_default)) if is_so]
+        words = (("chosen", chosen), ("default", is_default), ("noisy", noisy))
+        marks = [w for w, is_so in words if is_so]
         index = names.setdefault(trial.variant.id, len(names))
         rows = cells.setdefault(key, [])
         rows.append(
@@ -348,6 +359,10 @@ def facts(
         f"choices agreed with the fp64 reference; {checks.get('ok', 0)} checks passed, {failed}"
         f" failed{suffix}",
     )
+    if noisy := sum(is_noisy(c) for _, c in chosen.iterrows()):
+        yield Fact(
+            f"{noisy} of {len(chosen)}", f"chosen times cannot be believed: noisy, marked ~{suffix}"
+        )
     share = chosen["sol"].dropna()
     # What the cache assists, or a launch's cost bounds, says little of the memory.
     bound = share[chosen["bound"] == "DRAM-bound"]

@@ -19,6 +19,7 @@ from gdntune.report import peers, workload
 from gdntune.report.document import Block, Bullets, Code, Document, Grid, Section, Text
 from gdntune.report.words import (
     MISSING,
+    NOISE_MARK,
     bound_mark,
     cell_words,
     contract_form,
@@ -26,13 +27,14 @@ from gdntune.report.words import (
     contract_short,
     contract_words,
     geometric_mean,
+    marked,
     number,
     ranges,
     ratio,
     size_names,
 )
 from gdntune.results.baseline import Baseline
-from gdntune.results.journal import Build, Cell, Check, Record, Trial, latest, made_by
+from gdntune.results.journal import NOISY, Build, Cell, Check, Record, Trial, latest, made_by
 from gdntune.results.samples import LoadedRun
 
 if TYPE_CHECKING:
@@ -158,6 +160,7 @@ def _summary(
         lines += _held_out_lines(source)
         lines.append(_work_line(source))
         lines += _clock_lines(source)
+        lines += _noise_lines(source)
         lines += source.notes
         impossible = int(((frame["run"] == source.name) & (frame["status"] == "impossible")).sum())
         if impossible:
@@ -410,7 +413,9 @@ def _grids(
         lines, shades = [], []
         for name, row in zip(names, rows, strict=True):
             found = [cells.get((t, *row)) for t in shown]
-            lines.append((name, str(row[0]), *(MISSING if c is None else show(c) for c in found)))
+            lines.append(
+                (name, str(row[0]), *(MISSING if c is None else marked(c, show(c)) for c in found))
+            )
             shades.append(
                 (
                     None,
@@ -627,4 +632,16 @@ def _clock_lines(source: LoadedRun) -> Iterator[str]:
         yield (
             f"{moved} cells were timed while a clock moved by more than {arch.SHIFT:.0%}, as at the"
             " limit of power."
+        )
+
+
+def _noise_lines(source: LoadedRun) -> Iterator[str]:
+    """How many cells have times that cannot be believed, and why the first one's cannot."""
+    if source.noise:
+        problem, reason = next(iter(source.noise.items()))
+        yield (
+            f"{len(source.noise)} cells are noisy: their times cannot be believed, and are marked"
+            f" `{NOISE_MARK}` in the tables. The first: {problem.key()},"
+            f" {reason.removeprefix(NOISY)}. The same command times them again; give it on a"
+            " machine that does nothing else."
         )

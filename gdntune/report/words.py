@@ -6,8 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gdntune.problem import Contract
+from gdntune.results.journal import NOISY
 
 MISSING = "-"
+# What stands before a number that cannot be believed.
+NOISE_MARK = "~"
 
 
 def contract_words(c: Contract) -> str:
@@ -92,6 +95,16 @@ def bound_mark(bound: str) -> str:
     return {"latency-bound": " l", "L2-assisted": " c"}.get(bound, "  ")
 
 
+def is_noisy(cell: Any) -> bool:
+    """Whether the times of a frame's row cannot be believed."""
+    return str(cell["reason"]).startswith(NOISY)
+
+
+def marked(cell: Any, said: str) -> str:
+    """What a table says of a frame's row, marked where its times cannot be believed."""
+    return f"{NOISE_MARK}{said}" if said != MISSING and is_noisy(cell) else said
+
+
 def geometric_mean(values: Iterable[float]) -> float:
     """Of positive numbers, at least one."""
     logs = [math.log(v) for v in values]
@@ -110,4 +123,5 @@ def contract_short(cell: Any) -> str:
 
 def cell_words(cell: Any) -> str:
     """The cell of a frame's row."""
-    return f"{contract_short(cell)}, B={cell['B']}, HV={cell['HV']}"
+    said = f"{contract_short(cell)}, B={cell['B']}, HV={cell['HV']}"
+    return f"{said}, noisy" if is_noisy(cell) else said

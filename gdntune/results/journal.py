@@ -418,9 +418,11 @@ def tried(records: Iterable[Record]) -> set[Problem]:
 
 
 def noisy(records: Iterable[Record]) -> list["Cell"]:
-    """The cells whose times cannot be believed, as they were timed last."""
-    last = {r.problem: r for r in records if isinstance(r, Cell)}
-    return [r for r in last.values() if r.status == "ok" and r.reason.startswith(NOISY)]
+    """The cells whose times cannot be believed, by the last pass that has times: a later one that
+    failed leaves these.
+    """
+    last = {r.problem: r for r in records if isinstance(r, Cell) and r.status == "ok"}
+    return [r for r in last.values() if r.reason.startswith(NOISY)]
 
 
 def latest(records: Iterable[Record]) -> list[Record]:

@@ -74,6 +74,11 @@ class LoadedRun:
         return {p: _that_count(trials) for p, trials in sorted(derive.passes(self.records).items())}
 
     @functools.cached_property
+    def noise(self) -> dict[Problem, str]:
+        """Why the times of a cell cannot be believed, where they cannot."""
+        return {cell.problem: cell.reason for cell in journal.noisy(self.records)}
+
+    @functools.cached_property
     def _rules(self) -> dict[Contract, Rule]:
         return {rule.when: rule for rule in self.table.rules} if self.table else {}
 
@@ -98,6 +103,8 @@ class LoadedRun:
 class Row(msgspec.Struct):
     """An implementation at a cell, by its last stage. Times in microseconds, None where it has
     none; over_floor, sol and the speed-ups are ratios.
+
+    reason: why it has no times, or why those of its cell cannot be believed (`noisy: ...`).
     """
 
     kernel: str
@@ -256,6 +263,7 @@ def _row(
         bytes_moved=moved,
     )
     if trial.status == "ok" and trial.samples_us:
+        row.reason = run.noise.get(problem, row.reason)
         _add_times(run, trial, row)
     return row
 

@@ -21,7 +21,7 @@ from gdntune.objects.build import SPILL_LIMIT_BYTES, Built, compile_objects
 from gdntune.objects.store import Store
 from gdntune.problem import Contract, Problem
 from gdntune.results.derive import as_chosen, derive, marked, timed_cells
-from gdntune.results.journal import Build, Cell, Check, Journal, Record, Run, timed, tried
+from gdntune.results.journal import Build, Cell, Check, Journal, Record, Run, noisy, timed, tried
 from gdntune.results.table import Table, save
 from gdntune.timing import Policy
 from gdntune.tuning import attempts, cells, notes
@@ -128,6 +128,8 @@ class _Run:
         self.plan, self.journal, self.team, self.progress = plan, journal, team, progress
         self.notes: list[str] = []
         self.throttling = Throttling()
+        # of an earlier run of this sweep, whose times cannot be believed: they are taken once more
+        self.noisy = {cell.problem for cell in noisy(journal.records)}
 
     # -- what compiled
 
@@ -212,10 +214,11 @@ class _Run:
         judged: Choices,
         usable: Usable,
     ) -> Usable:
-        """Times those cells that have no times. judged: what is timed to the end, beside what is
-        named there and the leaders.
+        """Times those cells that have no times, or had noisy ones when this journal was last
+        written to. judged: what is timed to the end, beside what is named there and the leaders.
         """
-        done = timed(self.journal.records)
+        done = timed(self.journal.records) - self.noisy
+        self.noisy -= set(problems)
         todo = [p for p in problems if p not in done]
         if self.team.several:
             # the longest first, so that no worker is left with one while the others are done

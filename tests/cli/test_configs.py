@@ -112,3 +112,17 @@ def test_help_reflows():
     text = [line.strip() for line in shown.split("Arguments")[0].splitlines()]
     words = [line for line in text if line and not line.startswith("Usage")]
     assert words and all(len(line) > 50 for line in words[:1] + words[2:3]), words
+
+
+def test_install_on_a_full_disk(tmp_path, monkeypatch):
+    """Fault: a full disk left half a copy of the table that was there, and an error without a path."""
+    monkeypatch.setattr(platformdirs, "user_data_dir", lambda _: str(tmp_path / "data"))
+    source = TABLES / "gdn_decode.json"
+    target = tmp_path / "data" / "tables" / TABLES.name / "gdn_decode.json"
+    assert run("table", "install", source).exit_code == 0
+    before = target.with_name("gdn_decode.json.before")
+    before.symlink_to("/dev/full")
+    refused = run("table", "install", source)
+    assert refused.exit_code == 2 and before.is_symlink()
+    assert f"gdntune: {before}: No space left" in refused.stderr
+    assert target.read_bytes() == source.read_bytes()

@@ -2,12 +2,18 @@
 are shown.
 """
 
+import io
+
 import msgspec
 import pytest
 import synthetic
+from rich.console import Console
+from typer.testing import CliRunner
 
+from gdntune.cli.app import app
 from gdntune.device import arch
 from gdntune.errors import JournalError
+from gdntune.report.report import report
 from gdntune.report.tables import table_document
 from gdntune.results import table
 from gdntune.results.derive import derive
@@ -117,6 +123,63 @@ def test_a_mark_is_in_notes_and_table(tmp_path):
     assert table.load(path) == made
     assert "cannot be believed" in table.noise_words(made.evidence)
     assert "NOISY" in str(table_document(made, "t"))
+
+
+@pytest.fixture
+def busy(tmp_path):
+    """A sweep's folder in which the cells of B=8 are noisy, and how many they are."""
+    run = synthetic.run()
+    records = [
+        msgspec.structs.replace(r, reason="noisy: the load is 8.0 on 2 cores")
+        if isinstance(r, Cell) and r.problem.B == 8
+        else r
+        for r in synthetic.records(run)
+    ]
+    return synthetic.write(tmp_path / "busy", run, records), len(noisy(records))
+
+
+def test_a_report_marks_noisy_cells(busy):
+    """Fault: the reports printed such times plainly. Each form marks them, and says why."""
+    folder, count = busy
+    made = report([folder])
+    said = f"{count} cells are noisy: their times cannot be believed"
+    text = " ".join(made.markdown().split())
+    assert said in text and "the load is 8.0 on 2 cores" in text
+    rows = [line.split("|") for line in made.markdown().splitlines() if line.startswith("| 8 x 64")]
+    assert rows and all(cell.strip().startswith("~") for row in rows for cell in row[3:-1])
+    others = [line for line in made.markdown().splitlines() if line.startswith("| 1 x 64")]
+    assert others and not any("~" in line for line in others)
+    page = made.html()
+    assert said in page and "chosen times cannot be believed" in page and '"noisy"' in page
+    out = io.StringIO()
+    made.terminal(Console(file=out, width=100))
+    assert said in " ".join(out.getvalue().split()) and "~" in out.getvalue()
+    reasons = made.frame[made.frame["B"] == 8]["reason"]
+    assert set(reasons) == {"noisy: the load is 8.0 on 2 cores"}
+    assert "noisy: the load" in made.csv()
+
+
+def test_a_later_failure_leaves_the_mark():
+    """A pass that failed has no times: those that count are the noisy ones before it."""
+    run = synthetic.run()
+    *_, cell = (r for r in synthetic.records(run) if isinstance(r, Cell))
+    marked = msgspec.structs.replace(cell, reason="noisy: it was")
+    failed = msgspec.structs.replace(cell, status="failed", reason="throttled")
+    assert noisy([marked, failed]) == [marked]
+    assert noisy([marked, failed, cell]) == []
+
+
+def test_commands_about_tables_name_the_mark(busy, monkeypatch, tmp_path):
+    """Fault: a noisy table was installed, and named as the one in use, without a word."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    folder, count = busy
+    for command in ("validate", "install"):
+        what = folder / "table.json" if command == "validate" else folder
+        done = CliRunner().invoke(app, ["table", command, str(what)])
+        assert done.exit_code == 0
+        assert f"{count} of its 18 cells have times that cannot be" in done.output
+    done = CliRunner().invoke(app, ["table", "which", "--gpu", "NVIDIA H100 80GB HBM3"])
+    assert f"WARNING: noisy: {count} of its 18 cells" in done.output
 
 
 def test_a_folder_deleted_in_mid_sweep(tmp_path):

@@ -695,6 +695,26 @@ def test_a_failed_cell_is_tried_again(fault, reason, monkeypatch, store, tmp_pat
     assert (tmp_path / "journal.jsonl").read_bytes() == before
 
 
+def test_noisy_cells_are_timed_again(monkeypatch, store, tmp_path):
+    """Fault: a cell that was marked as noisy counted as done, so that the same command, given on a
+    quiet machine, left its times in the table. It alone is timed once more.
+    """
+    from gdntune.tuning import noise
+
+    load = "the load is 8.0 on 2 cores"
+    with monkeypatch.context() as busy:
+        busy.setattr(noise, "noise", lambda device, timed: load if seen() else "")
+        problems = iter([1, 8, 8])
+        seen = lambda: next(problems) == 8  # noqa: E731  the second cell, and once more
+        first = run(tmp_path, store)
+    assert [r.reason for r in first.records if isinstance(r, Cell)] == ["", f"noisy: {load}"]
+    assert first.table.evidence.failures["noisy"] == 1 and "1 cells are noisy" in str(first.notes)
+    again = run(tmp_path, store)
+    assert [r.problem.B for r in again.records if isinstance(r, Cell)] == [1, 8, 8]
+    assert "noisy" not in again.table.evidence.failures and "noisy" not in str(again.notes)
+    assert len(run(tmp_path, store).records) == len(again.records)
+
+
 def test_a_cell_that_fails_again_stays_failed(monkeypatch, store, tmp_path):
     """Once more each time the sweep goes on, and counted as one cell."""
     monkeypatch.setattr(worker, "time_task", lost_records)
