@@ -26,6 +26,7 @@ ORDER = (
     "checking",
     "results",
     "runtime",
+    "engines",
     "peers",
     "tuning",
     "search",

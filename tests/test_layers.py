@@ -21,6 +21,7 @@ ONLY_IN = {
     "pebble": ("tuning/executors.py",),
     "ray": ("tuning/ray.py",),
     "yaml": ("tuning/config.py",),
+    "transformers": ("engines/transformers.py",),
 }
 # What `import gdntune` and the runtime's first steps reach: without torch at import.
 LIGHT = (
