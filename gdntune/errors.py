@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class GdntuneError(Exception):
-    """Anything gdntune refuses or fails at; the message says what was given, what is accepted and
+    """Anything gdntune refuses or fails at; the message says what was given, what is expected and
     what to do.
     """
 
@@ -16,11 +16,11 @@ class UnsupportedProblem(GdntuneError, ValueError):
 
 
 class ConfigError(GdntuneError, ValueError):
-    """A config that cannot be read: names file, key, value and what is accepted."""
+    """A config that cannot be read: names file, key, value and what is expected."""
 
 
 class TableError(GdntuneError, ValueError):
-    """A dispatch table that cannot be trusted: names file, JSON path, value and what is accepted."""
+    """A dispatch table that cannot be trusted: names file, JSON path, value and what is expected."""
 
 
 class JournalError(GdntuneError, ValueError):
@@ -58,8 +58,14 @@ class Locked(GdntuneError, RuntimeError):
 
 
 def listed(names: Iterable[object]) -> str:
-    """`a, b, c`: how a message lists what is accepted."""
+    """`a, b, c`: how a message lists what is expected."""
     return ", ".join(str(n) for n in names)
+
+
+def one_of(names: Iterable[object]) -> str:
+    """`one of a, b, c`, or `a` where that is all: what a message says was expected."""
+    texts = [str(n) for n in names]
+    return texts[0] if len(texts) == 1 else f"one of {listed(texts)}"
 
 
 def shown(name: str, x: object) -> str:

@@ -85,7 +85,7 @@ def sol(bytes_moved: int, time_us: float, peak_gb_s: float) -> float:
         )
     if not peak_gb_s > 0:
         raise UnsupportedProblem(
-            f"peak_gb_s={peak_gb_s}: accepted are numbers above 0; see timing.measured_peaks"
+            f"peak_gb_s={peak_gb_s}: expected a number above 0; see timing.measured_peaks"
         )
     return bytes_moved / (time_us * peak_gb_s * 1e3)
 
@@ -109,7 +109,7 @@ def kept_bytes(problem: Problem, device: Device, l2_policy: str) -> int:
     if l2_policy == "chain":
         return min(device.l2_bytes, bytes_moved(problem) - floor_bytes(problem))
     raise UnsupportedProblem(
-        f"l2={l2_policy!r}: accepted are cold-clean, cold-dirty, rotate, warm, chain"
+        f"l2={l2_policy!r}: expected one of cold-clean, cold-dirty, rotate, warm, chain"
     )
 
 

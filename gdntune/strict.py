@@ -1,5 +1,5 @@
 """Plain data from YAML or JSON to frozen structs; a refusal names the source, the path, the value
-and what is accepted.
+and what is expected.
 """
 
 import difflib
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from gdntune.errors import GdntuneError, listed
+from gdntune.errors import GdntuneError, listed, one_of
 
 _WORDS = {
     "object": "a mapping",
@@ -59,7 +59,7 @@ def decode(
     try:
         raw = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise error(f"{source}: not JSON: {e}{accepted and f'; accepted is {accepted}'}") from None
+        raise error(f"{source}: not JSON: {e}{accepted and f'; expected {accepted}'}") from None
     convert(raw, kind, source, error)
     raise error(f"{source}: not what was expected")
 
@@ -139,7 +139,7 @@ def fault(raw: Any, kind: Any, message: str, path: str = "$") -> str:
     for step in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", below):
         name, index = step
         if name and (tags := _tags(kind, name)):
-            return f"{path}.{name} is {short(raw[name])}: expected one of {listed(tags)}"
+            return f"{path}.{name} is {short(raw[name])}: expected {one_of(tags)}"
         if index == "...":  # the path of a mapping's entry, which msgspec does not name
             return _entry_fault(raw, _argument(kind, raw, -1), what, path)
         kind = _field_kind(kind, raw, name) if name else _argument(kind, raw, 0)
@@ -171,17 +171,17 @@ def _described(raw: Any, kind: Any, what: str, path: str) -> str:
     names = [f.encode_name for m in members if _is_struct(m) for f in msgspec.structs.fields(m)]
     if unknown := re.search(r"unknown field `(.*)`", what):
         return (
-            f"{path} has the unknown key `{unknown[1]}`{near(unknown[1], names)}: accepted are"
-            f" {listed(names)}"
+            f"{path} has the unknown key `{unknown[1]}`{near(unknown[1], names)}: expected"
+            f" {one_of(names)}"
         )
     if missing := re.search(r"missing required field `(.*)`", what):
         return f"{path} lacks the key `{missing[1]}`: its keys are {listed(names)}"
     if "Invalid enum value" in what or any(get_origin(m) is Literal for m in members):
         accepted = [a for m in members if get_origin(m) is Literal for a in get_args(m)]
-        return f"{path} is {short(raw)}{near(raw, accepted)}: accepted are {listed(accepted)}"
+        return f"{path} is {short(raw)}{near(raw, accepted)}: expected {one_of(accepted)}"
     if what.startswith("Invalid value"):  # the tag of a union of structs
         accepted = [m.__struct_config__.tag for m in _members(kind, None) if _is_struct(m)]
-        return f"{path} is {short(raw)}: accepted are {listed(accepted)}"
+        return f"{path} is {short(raw)}: expected {one_of(accepted)}"
     expected = re.sub(r", got `.*`$", "", what).replace("Expected ", "")
     expected = re.sub(
         r"`([^`]*)`", lambda m: " or ".join(_WORDS.get(w, w) for w in m[1].split(" | ")), expected
@@ -191,7 +191,7 @@ def _described(raw: Any, kind: Any, what: str, path: str) -> str:
         if isinstance(raw, bool) and "true" not in expected
         else ""
     )
-    return f"{path} is {short(raw)}: accepted is {expected}{hint}"
+    return f"{path} is {short(raw)}: expected {expected}{hint}"
 
 
 def _entry_fault(raw: dict[str, Any], kind: Any, what: str, path: str) -> str:

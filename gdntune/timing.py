@@ -65,7 +65,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         is asked for and does not work.
         """
         if self.l2 not in get_args(L2):
-            raise UnsupportedProblem(f"l2={self.l2!r}: accepted are {listed(get_args(L2))}")
+            raise UnsupportedProblem(f"l2={self.l2!r}: expected one of {listed(get_args(L2))}")
         accepted: tuple[TimerName, ...] = (
             ("cpu",) if device.kind == "cpu" else ("cupti", "events", "graph")
         )
@@ -74,7 +74,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             accepted, under = ("graph",), " under l2='chain'"
         if self.timer not in ("auto", *accepted):
             raise UnsupportedProblem(
-                f"timer={self.timer!r} on {device.kind} ({device.name}){under}: accepted are auto,"
+                f"timer={self.timer!r} on {device.kind} ({device.name}){under}: expected one of auto,"
                 f" {listed(accepted)}"
             )
         if len(accepted) == 1 or self.timer in ("events", "graph"):
@@ -130,7 +130,7 @@ class Timer:
         MeasurementError for a time below 0, which is a difference of two within their noise.
         """
         if rounds < 1:
-            raise UnsupportedProblem(f"rounds={rounds}: accepted are integers from 1")
+            raise UnsupportedProblem(f"rounds={rounds}: expected an integer from 1")
         for call in calls:
             for _ in range(warmup):
                 call(0)

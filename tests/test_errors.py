@@ -34,9 +34,9 @@ def test_each_has_a_builtin_parent(error):
 @pytest.mark.parametrize("error", FAMILY)
 def test_each_crosses_processes(error):
     """A worker's error reaches its parent whole."""
-    copy = pickle.loads(pickle.dumps(error("tile_v=9: accepted are 16, 32")))  # noqa: S301  made on the line itself
+    copy = pickle.loads(pickle.dumps(error("tile_v=9: expected one of 16, 32")))  # noqa: S301  made on the line itself
     assert type(copy) is error
-    assert str(copy) == "tile_v=9: accepted are 16, 32"
+    assert str(copy) == "tile_v=9: expected one of 16, 32"
 
 
 def test_shown():
@@ -55,3 +55,9 @@ def test_listed():
     assert errors.listed(["a", "b"]) == "a, b"
     assert errors.listed({1: "x", 2: "y"}) == "1, 2"
     assert errors.listed(()) == ""
+
+
+def test_one_of():
+    """Where one thing alone is expected, that is what is said."""
+    assert errors.one_of(["a", "b"]) == "one of a, b"
+    assert errors.one_of({True: "x"}) == "True"

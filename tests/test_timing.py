@@ -308,10 +308,12 @@ def test_a_chain_is_a_graph(monkeypatch):
     assert Policy(l2="chain").resolve(CPU) == (Policy("cpu", "chain"), None)
     with pytest.raises(
         UnsupportedProblem,
-        match="timer='cupti' on cuda.*under l2='chain': accepted are auto, graph$",
+        match="timer='cupti' on cuda.*under l2='chain': expected one of auto, graph$",
     ):
         Policy("cupti", "chain").resolve(H100)
-    with pytest.raises(UnsupportedProblem, match="timer='graph' on cpu.*accepted are auto, cpu$"):
+    with pytest.raises(
+        UnsupportedProblem, match="timer='graph' on cpu.*expected one of auto, cpu$"
+    ):
         Policy("graph", "chain").resolve(CPU)
     for device in (H100, CPU):
         with pytest.raises(UnsupportedProblem, match="chain.make_chain_timer makes its timer"):
@@ -323,9 +325,9 @@ def test_policy_refuses():
     accepted.
     """
     assert Policy().resolve(CPU) == (Policy("cpu"), None)
-    with pytest.raises(UnsupportedProblem, match="timer='cupti' on cpu.*accepted are auto, cpu"):
+    with pytest.raises(UnsupportedProblem, match="timer='cupti' on cpu.*expected one of auto, cpu"):
         Policy("cupti").resolve(CPU)
-    with pytest.raises(UnsupportedProblem, match="accepted are auto, cupti, events, graph"):
+    with pytest.raises(UnsupportedProblem, match="expected one of auto, cupti, events, graph"):
         Policy("cpu").resolve(H100)
     with pytest.raises(UnsupportedProblem, match="cold-clean, cold-dirty, rotate, warm, chain"):
         Policy(l2="hot").resolve(CPU)

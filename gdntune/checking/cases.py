@@ -341,7 +341,7 @@ def make_case(
         lengths = [T] * B
     if len(lengths) != B or not all(0 <= n <= T for n in lengths):
         raise UnsupportedProblem(
-            f"lengths={list(lengths)}: accepted are B={B} integers from 0 to tokens={T}"
+            f"lengths={list(lengths)}: expected B={B} integers from 0 to tokens={T}"
         )
     ends = [0]
     for n in lengths:

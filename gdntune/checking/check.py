@@ -76,7 +76,7 @@ class Verdict:
         """The verdict itself, or CheckFailed with what it says."""
         if not self.ok:
             raise CheckFailed(
-                f"{self.worst}: error {self.error:.3g}, accepted is {self.tolerance:.3g}"
+                f"{self.worst}: error {self.error:.3g}, expected at most {self.tolerance:.3g}"
             )
         return self
 
@@ -146,7 +146,7 @@ class _Part:
         )
 
     def excesses(self, got: Tensor) -> Tensor:
-        """How far got is off beyond the rounding, as a share of what is accepted; NaN stays NaN."""
+        """How far got is off beyond the rounding, as a share of the tolerance; NaN stays NaN."""
         excess = (got.double() - self.want).abs_().sub_(self.half).clamp_(min=0)
         shares = excess * self.per_value
         rows = excess.norm(dim=-1) * self.per_row

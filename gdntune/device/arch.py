@@ -153,8 +153,8 @@ def target(arch: str) -> Device:
         near = difflib.get_close_matches(arch, TARGETS, n=1)
         meant = f" (did you mean `{near[0]}`?)" if near else ""
         raise UnknownName(
-            f"no arch is called {arch!r}{meant}: accepted are {listed(TARGETS)}, and on the command"
-            " line cpu and native"
+            f"no arch is called {arch!r}{meant}: expected one of {listed(TARGETS)}, or on the"
+            " command line cpu or native"
         )
     return TARGETS[arch]
 
@@ -181,7 +181,7 @@ def detect(kind: Literal["auto", "cuda", "cpu"] = "auto", index: int = 0) -> Dev
     `auto` is CUDA where torch has it. Raises ToolMissing where CUDA is asked for and not there.
     """
     if kind not in ("auto", "cuda", "cpu"):
-        raise UnknownName(f"device {kind!r}: accepted are auto, cuda, cpu")
+        raise UnknownName(f"device {kind!r}: expected one of auto, cuda, cpu")
     if kind == "cpu":
         return _detect_cpu()
     fault = cuda_fault(index)
@@ -214,7 +214,7 @@ def cuda_fault(index: int = 0) -> str | None:
         )
     if not 0 <= index < torch.cuda.device_count():
         return (
-            f"no CUDA device {index}: accepted are 0 to {torch.cuda.device_count() - 1}; check"
+            f"no CUDA device {index}: expected 0 to {torch.cuda.device_count() - 1}; check"
             " CUDA_VISIBLE_DEVICES"
         )
     return None

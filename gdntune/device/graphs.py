@@ -64,7 +64,7 @@ class GraphRecorder:
                 torch.cuda.synchronize()  # raises where the device is lost, which is no fault of the capture
                 raise MeasurementError(
                     f"work {i} of {len(works)} cannot be captured in a CUDA graph"
-                    f" ({type(e).__name__}: {str(e)[:200]}): accepted are calls that only launch"
+                    f" ({type(e).__name__}: {str(e)[:200]}): expected calls that only launch"
                     " kernels, on the current stream; use the timer cupti or events"
                 ) from e
         return replays

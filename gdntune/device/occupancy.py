@@ -57,7 +57,7 @@ def occupancy(arch: str, threads: int, registers: int, shared_bytes: int) -> Occ
     """
     if arch not in MULTIPROCESSORS:
         raise UnknownName(
-            f"arch {arch!r}: the limits of its SMs are not here; accepted are"
+            f"arch {arch!r}: the limits of its SMs are not here; expected one of"
             f" {listed(MULTIPROCESSORS)}"
         )
     sm = MULTIPROCESSORS[arch]

@@ -99,7 +99,7 @@ def check_names(found: Iterable[Variant], source: str) -> None:
     for v in found:
         if v.kernel in KERNELS and (named := KERNELS[v.kernel].named(v)):
             raise TableError(
-                f"{source}: $.variants[{v.id!r}].knobs are those of {named}: accepted is the id"
+                f"{source}: $.variants[{v.id!r}].knobs are those of {named}: expected the id"
                 " that knobs have; write it wherever the other stands, or take the table that"
                 " `gdntune sweep` wrote"
             )

@@ -52,7 +52,7 @@ def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
     for name, accepted in (("tile_v", TILES), ("vec", WIDTHS), ("ilp", FLIGHTS)):
         if getattr(s, name) not in accepted:
-            return f"{name}={getattr(s, name)}: accepted are {', '.join(map(str, accepted))}"
+            return f"{name}={getattr(s, name)}: expected one of {', '.join(map(str, accepted))}"
     if c.V % s.tile_v:
         return f"V={c.V} is not a multiple of tile_v={s.tile_v}"
     if c.K % lot(c, s):

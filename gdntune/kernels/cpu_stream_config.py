@@ -35,7 +35,7 @@ def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
     for name, accepted in (("block", BLOCKS), ("vec", WIDTHS), ("ilp", FLIGHTS)):
         if getattr(s, name) not in accepted:
-            return f"{name}={getattr(s, name)}: accepted are {', '.join(map(str, accepted))}"
+            return f"{name}={getattr(s, name)}: expected one of {', '.join(map(str, accepted))}"
     if s.around and c.intermediate == "none":
         return (
             "around=True without intermediate states: the state is stored where it was read, in the"

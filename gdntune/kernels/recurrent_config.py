@@ -86,39 +86,37 @@ def block(c: Contract, s: Knobs) -> Block:
 def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
     if s.threads not in (32, 64, 128, 256, 512):
-        return f"threads={s.threads}: accepted are 32, 64, 128, 256, 512"
+        return f"threads={s.threads}: expected one of 32, 64, 128, 256, 512"
     if s.lanes not in (1, 2, 4, 8, 16, 32):
         # another number compiles in silence, and its butterfly sums are wrong
         return (
-            f"lanes={s.lanes}: the row's sums are butterflies within a warp, accepted are powers of"
+            f"lanes={s.lanes}: the row's sums are butterflies within a warp, expected a power of"
             " two to 32"
         )
     size = s.vec * ITEMSIZE[c.state_dtype]
     if size not in (4, 8, 16):
-        return f"vec={s.vec} of {c.state_dtype} is {size} bytes a load: accepted are 4, 8, 16"
+        return f"vec={s.vec} of {c.state_dtype} is {size} bytes a load: expected one of 4, 8, 16"
     if c.layout == "k_last":
         if c.K % (s.vec * s.lanes):
             return f"K={c.K} is not a multiple of vec*lanes={s.vec * s.lanes}"
         if s.split != 1:
-            return f"split={s.split} with k_last: a row is one warp's, accepted is 1"
+            return f"split={s.split} with k_last: a row is one warp's, expected 1"
         if s.run:
-            return (
-                f"run={s.run} with k_last: a thread's neighbours are those of a load, accepted is 0"
-            )
+            return f"run={s.run} with k_last: a thread's neighbours are those of a load, expected 0"
     else:
         if s.split not in (1, 2, 4, 8, 16) or s.threads // 32 % s.split:
             return (
-                f"split={s.split} of {s.threads // 32} warps: accepted are 1, 2, 4, 8, 16 that"
+                f"split={s.split} of {s.threads // 32} warps: expected one of 1, 2, 4, 8, 16 that"
                 " divide the warps"
             )
         if c.K % (s.lanes * s.split):
             return f"K={c.K} is not a multiple of lanes*split={s.lanes * s.split}"
         if s.ilp != 1:
-            return f"ilp={s.ilp} with v_last: a thread holds vec rows, accepted is 1"
+            return f"ilp={s.ilp} with v_last: a thread holds vec rows, expected 1"
         held = c.K // (s.lanes * s.split)
         if s.run not in (0, 1, 2, 4, 8) or (s.run and (s.run >= held or held % s.run)):
             return (
-                f"run={s.run} of the {held} key positions that a thread holds: accepted are 0 and"
+                f"run={s.run} of the {held} key positions that a thread holds: expected 0 or one of"
                 " 1, 2, 4, 8 that divide them"
             )
     if s.spread and (held_rows(c, s) == 1 or s.lanes == 1):
@@ -127,7 +125,7 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             " than one of each"
         )
     if s.registers not in (0, 64, 96, 128):
-        return f"registers={s.registers}: accepted are 0, 64, 96, 128"
+        return f"registers={s.registers}: expected one of 0, 64, 96, 128"
     if s.heads and (compiled_tokens(c) > 1 or s.tile_v == c.V):
         return (
             f"heads=True: accepted at T=1 with more than one tile a head, tile_v={s.tile_v} of"
@@ -146,7 +144,7 @@ def refuse(c: Contract, s: Knobs) -> str | None:
     if s.split > 1 and s.tile_v != rows:
         return (
             f"tile_v={s.tile_v} with split={s.split}: warps that share rows go over them once,"
-            f" accepted is {rows}"
+            f" expected {rows}"
         )
     if c.V % s.tile_v:
         return f"V={c.V} is not a multiple of tile_v={s.tile_v}"

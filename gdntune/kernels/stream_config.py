@@ -38,17 +38,16 @@ def facts(c: Contract) -> Facts:
 def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None."""
     if s.vec * ITEMSIZE[c.state_dtype] not in (4, 8, 16):
-        return f"vec={s.vec} of {c.state_dtype}: accepted are loads of 4, 8 or 16 bytes"
+        return f"vec={s.vec} of {c.state_dtype}: expected loads of 4, 8 or 16 bytes"
     if s.threads % 32 or not 32 <= s.threads <= 1024:
-        return f"threads={s.threads}: accepted are multiples of 32 to 1024"
+        return f"threads={s.threads}: expected a multiple of 32, at most 1024"
     if s.tile % (s.threads * s.vec * s.ilp):
         return f"tile={s.tile} is not a multiple of threads*vec*ilp={s.threads * s.vec * s.ilp}"
     if (c.K * c.V) % s.tile:
         return f"K*V={c.K * c.V} is not a multiple of tile={s.tile}"
     if s.indexed and not c.pool:
         return (
-            "indexed=True without a pool: states lie in the order of the requests, accepted is"
-            " False"
+            "indexed=True without a pool: states lie in the order of the requests, expected False"
         )
     return None
 

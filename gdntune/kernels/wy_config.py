@@ -28,42 +28,39 @@ class Knobs:
 def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
     if c.op != "gdn_decode":
-        return f"op={c.op}: its products want one decay a head, accepted is gdn_decode"
+        return f"op={c.op}: its products want one decay a head, expected gdn_decode"
     if c.layout != "k_last":
-        return f"layout={c.layout}: an operand's rows are read along K, accepted is k_last"
+        return f"layout={c.layout}: an operand's rows are read along K, expected k_last"
     if c.intermediate != "none":
         return (
-            f"intermediate={c.intermediate}: states between tokens are never formed, accepted is"
-            " none"
+            f"intermediate={c.intermediate}: states between tokens are never formed, expected none"
         )
     if compiled_tokens(c) == 1:
-        return (
-            "tokens=1: there is nothing to gather into a product, accepted are 2 to 16, or ragged"
-        )
+        return "tokens=1: there is nothing to gather into a product, expected 2 to 16, or ragged"
     if c.input_dtype != "bf16":
         # fp16's exponent does not hold the second term of u where u is small
-        return f"input_dtype={c.input_dtype}: products take bf16 terms, accepted is bf16"
+        return f"input_dtype={c.input_dtype}: products take bf16 terms, expected bf16"
     if s.rows not in (16, 32):
-        return f"rows={s.rows}: accepted are 16, 32"
+        return f"rows={s.rows}: expected one of 16, 32"
     if s.warps not in (1, 2, 4, 8):
-        return f"warps={s.warps}: accepted are 1, 2, 4, 8"
+        return f"warps={s.warps}: expected one of 1, 2, 4, 8"
     size = ITEMSIZE[c.state_dtype]
     if c.K % (64 // size):
         return (
             f"K={c.K} is not a multiple of the {64 // size} elements that four threads load at once"
         )
     if s.registers not in (0, 128, 168):
-        return f"registers={s.registers}: accepted are 0, 128, 168"
+        return f"registers={s.registers}: expected one of 0, 128, 168"
     if s.passes not in (1, 2, 4, 8):
-        return f"passes={s.passes}: accepted are 1, 2, 4, 8"
+        return f"passes={s.passes}: expected one of 1, 2, 4, 8"
     if c.V % (s.rows * s.warps * s.passes):
         return f"V={c.V} is not a multiple of rows*warps*passes={s.rows * s.warps * s.passes}"
     registers = s.rows * c.K * size // 128
     if registers > 64:
-        return f"the state takes {registers} registers a thread: accepted are at most 64"
+        return f"the state takes {registers} registers a thread: expected at most 64"
     if c.state_dtype == "fp32" and c.mode == "update":
         # a token alone, behind a decay that leaves nothing: 7e-6 of its row, of 4e-6 that may be
-        return "state_dtype=fp32 with mode=update: u has two bf16 terms, accepted is mode=frozen"
+        return "state_dtype=fp32 with mode=update: u has two bf16 terms, expected mode=frozen"
     return None
 
 

@@ -387,7 +387,7 @@ def read_bundle(folder: Path) -> Bundle:
         raise BuildError(f"{path} is not a bundle's manifest: {e}") from None
     if bundle.schema != BUNDLE_SCHEMA:
         raise BuildError(
-            f"{path}: schema {bundle.schema!r}, accepted is {BUNDLE_SCHEMA!r}: make the bundle anew"
+            f"{path}: schema {bundle.schema!r}, expected {BUNDLE_SCHEMA!r}: make the bundle anew"
         )
     return bundle
 

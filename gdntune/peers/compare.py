@@ -75,7 +75,7 @@ class Expected:
             error = float(errors[worst])
             said = (
                 f"{name} of request {self.requests[worst]} of {p.B}: relative error {error:.2g},"
-                f" accepted is {accepted:g}"
+                f" expected at most {accepted:g}"
             )
             verdicts.append(Verdict(error <= accepted, error, said, accepted))
         return max(verdicts, key=lambda v: v.error / v.tolerance)

@@ -79,7 +79,7 @@ def _refuse_kda(p: Problem) -> str | None:
         )
     if c.pool and (c.tokens > 1 or c.ragged or c.mode == "frozen"):
         return (
-            "pool=True, accepted is False but at T=1 with the final state: at T>1 its slots are"
+            "pool=True, expected False but at T=1 with the final state: at T>1 its slots are"
             " each token's"
         )
     return None

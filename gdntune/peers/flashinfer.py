@@ -137,7 +137,7 @@ def _bind_pretranspose(case: Case) -> Bound:
 def _refuse_mtp(p: Problem) -> str | None:
     c = p.contract
     fault = _fault(c, state_dtype=("fp32",), intermediate=("none", "dense"))
-    return fault or ("T=1, accepted is T>1" if c.tokens == 1 else _too_large(p))
+    return fault or ("T=1, expected T>1" if c.tokens == 1 else _too_large(p))
 
 
 def _bind_mtp(case: Case) -> Bound:
@@ -307,7 +307,7 @@ def _refuse_kda(p: Problem) -> str | None:
     served = ("update", "none") if c.tokens == 1 else ("frozen", "slots")
     if (c.mode, c.intermediate) != served:
         return (
-            f"mode={c.mode}, intermediate={c.intermediate} at T={c.tokens}, accepted is"
+            f"mode={c.mode}, intermediate={c.intermediate} at T={c.tokens}, expected"
             f" {' and '.join(served)}"
         )
     return _too_large(p)

@@ -156,7 +156,7 @@ def unless(contract: Contract, **accepted: tuple[Any, ...]) -> str | None:
     """Why a contract is not served, given the accepted values of its fields; None where all are."""
     for name, values in accepted.items():
         if getattr(contract, name) not in values:
-            return f"{name}={getattr(contract, name)}, accepted is {' or '.join(map(str, values))}"
+            return f"{name}={getattr(contract, name)}, expected {' or '.join(map(str, values))}"
     return None
 
 

@@ -44,7 +44,7 @@ def _writes(c: Contract) -> str | None:
     ):
         return None
     return (
-        "it writes each token's state to a slot of its own, at T=1 the final state: accepted are"
+        "it writes each token's state to a slot of its own, at T=1 the final state: expected"
         " mode=frozen with slots, or T=1"
     )
 
@@ -127,7 +127,7 @@ def _refuse_sigmoid(p: Problem) -> str | None:
         return fault
     if c.op == "kda_decode" and c.tokens > 1:
         return (
-            f"KDA at T={c.tokens}, accepted is T=1: from token to token it moves on in the gate by"
+            f"KDA at T={c.tokens}, expected T=1: from token to token it moves on in the gate by"
             " heads, not by heads times K"
         )
     return _writes(c)

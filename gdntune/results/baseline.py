@@ -83,6 +83,6 @@ def _found(frame: "pd.DataFrame", runs: Sequence[str], name: str) -> Baseline:
         f"{len(variants)} variants and entries of peers by their ids" if variants else "no variants"
     )
     raise UnknownName(
-        f"baseline {name!r}: nothing here is called so; accepted are default, the runs"
+        f"baseline {name!r}: nothing here is called so; expected default, the runs"
         f" {listed(runs)}, {f'the peers {listed(peers)}' if peers else 'no peers'}, {others}{hint}"
     )

@@ -86,7 +86,7 @@ def compare(
                 else difflib.get_close_matches(variant, names, n=LISTED, cutoff=0)
             )
             raise UnknownName(
-                f"variant {variant!r}{strict.near(variant, names)}: accepted are {CHOSEN} and one"
+                f"variant {variant!r}{strict.near(variant, names)}: expected {CHOSEN} or one"
                 f" of the {len(names)} timed to the end:"
                 f" {listed(shown)}{' and others less like it' if len(names) > LISTED else ''}"
             )

@@ -73,13 +73,13 @@ class Model:
         sources = {run.device.name: run.device for run, _ in journals}
         if len(sources) != 1:
             raise JournalError(
-                f"journals of {', '.join(sources) or 'no device'}: accepted are those of one"
+                f"journals of {', '.join(sources) or 'no device'}: expected those of one"
                 " device; name some"
             )
         self.source, self.target = next(iter(sources.values())), target
         if self.source.kind != "cuda":
             raise UnsupportedProblem(
-                f"a journal of {self.source.name}, a CPU: accepted are those of a GPU (--journal),"
+                f"a journal of {self.source.name}, a CPU: expected one of a GPU (--journal),"
                 " whose times are carried over to another"
             )
         if not self.source.peak_gb_s or not target.peak_gb_s:

@@ -122,7 +122,7 @@ def cost(records: Sequence[Record], run: Run, share: float = 0.25) -> Cost:
     """
     if not 0 < share <= 1:
         raise UnsupportedProblem(
-            f"a share of {share} of the samples: accepted are numbers above 0, to 1"
+            f"a share of {share} of the samples: expected a number above 0, at most 1"
         )
     early = _with_finals(records, lambda samples: samples[: len(samples) // 2])
     late = _with_finals(records, lambda samples: samples[len(samples) // 2 :])

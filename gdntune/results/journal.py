@@ -171,7 +171,7 @@ _ASKED = {
     _CONTENT: "it was edited",
     "code of ": "it was edited",
 }
-_ACCEPTED = f"accepted is a sweep's folder, its {FILE}, or that as .xz"
+_ACCEPTED = f"expected a sweep's folder, its {FILE}, or that as .xz"
 # How a record's line begins: a file without one is something else, not a damaged journal.
 _LINE = re.compile(rb'(?m)^{"kind" ?:')
 # Samples that are finer than a nanosecond, as JSON has them: those read from a journal are not, and

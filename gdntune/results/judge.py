@@ -189,13 +189,13 @@ def judge(
     if table.device.kind != run.device.kind:
         raise UnsupportedProblem(
             f"{about or 'the table'} was measured on {table.device.name}, of kind"
-            f" {table.device.kind}, the journal on {run.device.name}: accepted is a table of kind"
+            f" {table.device.kind}, the journal on {run.device.name}: expected a table of kind"
             f" {run.device.kind}"
         )
     cells = by_work_units(c for c in timed_cells(records) if only is None or c.problem in only)
     if not cells:
         raise UnsupportedProblem(
-            "no cell to judge on: accepted are journals with final samples of checked variants"
+            "no cell to judge on: expected journals with final samples of checked variants"
         )
     found: list[JudgedCell] = []
     unserved: dict[Contract, int] = {}
@@ -222,7 +222,7 @@ def judge(
         raise UnsupportedProblem(
             f"{about or 'the table'} has no rule for any of the journal's {without} cells"
             f" ({_such_as(unserved)}): the default rule serves them, and there is nothing to judge;"
-            f" accepted is a journal of its own contracts ({_such_as(r.when for r in table.rules)})"
+            f" expected a journal of its own contracts ({_such_as(r.when for r in table.rules)})"
         )
     notes = _notes(table, run)
     if without:

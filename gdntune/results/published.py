@@ -56,7 +56,7 @@ def published(name: str) -> Published:
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, 1, 0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UnknownName(f"{name}: no such publication; accepted are {listed(NAMES)}{hint}")
+        raise UnknownName(f"{name}: no such publication; expected one of {listed(NAMES)}{hint}")
     name = name.removeprefix(PREFIX)
     file, title, url, gpu, l2, peak_gb_s = _ALL[name]
     return Published(

@@ -250,7 +250,7 @@ def load(path: str | os.PathLike[str]) -> Table:
         data = Path(path).read_bytes()
     except (OSError, ValueError) as e:
         raise TableError(
-            f"{path}: {getattr(e, 'strerror', None) or e}; accepted is a JSON file that `gdntune"
+            f"{path}: {getattr(e, 'strerror', None) or e}; expected a JSON file that `gdntune"
             " sweep` wrote"
         ) from e
     if data.startswith(_JOURNALS):
@@ -352,7 +352,7 @@ def json_schema() -> dict[str, Any]:
 def _check_work_units(work_units: int) -> None:
     if work_units < 1:
         raise UnsupportedProblem(
-            f"work units (B*HV) are {work_units}: accepted are integers from 1"
+            f"work units (B*HV) are {work_units}: expected an integer from 1"
         )
 
 
@@ -376,7 +376,7 @@ def _faults(table: Table) -> Iterator[tuple[str, str]]:
             yield (
                 f"$.variants[{name!r}].kernel",
                 (
-                    f"is {variant.kernel!r}: accepted are the keys of $.kernels:"
+                    f"is {variant.kernel!r}: expected one of the keys of $.kernels:"
                     f" {listed(table.kernels)}"
                 ),
             )
@@ -409,22 +409,22 @@ def _interval_faults(
         yield (
             ".from",
             (
-                f"is {first} and {kind}, which ends at {previous.last}: accepted is"
+                f"is {first} and {kind}, which ends at {previous.last}: expected"
                 f" {previous.last + 1}"
             ),
         )
     if is_last and last is not None:
-        yield ".to", f"is {last}: the last interval has no end, so null is accepted"
+        yield ".to", f"is {last}: the last interval has no end, expected null"
     if not is_last and last is None:
         yield ".to", "is null: only the last interval has no end"
     if last is not None and last < first:
-        yield ".to", f"is {last}: accepted are integers from {first}, where the interval starts"
+        yield ".to", f"is {last}: expected an integer from {first}, where the interval starts"
     if interval.variant not in table.variants:
         near = strict.near(interval.variant, table.variants)
         yield (
             ".variant",
             (
-                f"is {interval.variant!r}{near}: accepted are the keys of $.variants:"
+                f"is {interval.variant!r}{near}: expected one of the keys of $.variants:"
                 f" {listed(table.variants)}"
             ),
         )
@@ -433,13 +433,13 @@ def _interval_faults(
         if e.work_units <= before:
             yield (
                 f".evidence[{k}].work_units",
-                f"is {e.work_units}, after {before}: accepted are rising numbers",
+                f"is {e.work_units}, after {before}: expected rising numbers",
             )
         if e.work_units < first or (last is not None and e.work_units > last):
             yield (
                 f".evidence[{k}].work_units",
                 (
-                    f"is {e.work_units}: accepted are those of the interval, {first} to"
+                    f"is {e.work_units}: expected a number within the interval, {first} to"
                     f" {last or 'no end'}"
                 ),
             )

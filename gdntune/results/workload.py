@@ -44,7 +44,7 @@ def read_trace(path: Path) -> tuple[Load, ...]:
             missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
             if missing:
                 raise ConfigError(
-                    f"{path}: no column {missing[0]!r} in {rows.fieldnames}: accepted is a CSV with"
+                    f"{path}: no column {missing[0]!r} in {rows.fieldnames}: expected a CSV with"
                     " the columns batch,tokens, a row a step"
                 )
             counts = Counter(
@@ -56,12 +56,12 @@ def read_trace(path: Path) -> tuple[Load, ...]:
             )
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise ConfigError(
-            f"{path}: cannot be read: {e}; accepted is a CSV with the columns batch,tokens, a row a"
+            f"{path}: cannot be read: {e}; expected a CSV with the columns batch,tokens, a row a"
             " step"
         ) from e
     if not counts:
         raise ConfigError(
-            f"{path}: holds no step: accepted is a row for each, with batch and tokens"
+            f"{path}: holds no step: expected a row for each, with batch and tokens"
         )
     return tuple(Load(batch, tokens, float(n)) for (batch, tokens), n in sorted(counts.items()))
 
@@ -71,7 +71,7 @@ def _count(path: Path, line: int, row: Mapping[str, str | None], name: str) -> i
     largest = MAX_TOKENS if name == "tokens" else 2**31 - 1
     if not said.isdecimal() or not 1 <= int(said) <= largest:
         raise ConfigError(
-            f"{path}, line {line}: {name}={said!r}: accepted are whole numbers from 1 to {largest}"
+            f"{path}, line {line}: {name}={said!r}: expected a whole number from 1 to {largest}"
         )
     return int(said)
 

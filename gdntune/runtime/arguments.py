@@ -3,7 +3,7 @@ by GDNTUNE_CHECK=1.
 
 The hot path looks at nothing here but a call's numbers, once for a set of them. A compiled call
 checks dtypes, ranks, tied sizes, strides and alignment by itself; this module says which public
-argument that was, what was given and what is accepted.
+argument that was, what was given and what is expected.
 """
 
 import math

@@ -142,14 +142,14 @@ def listed_held_out(config: Config) -> list[Problem]:
             )
             tokens = sorted({c.tokens for c in config.all_contracts()})
             raise ConfigError(
-                f"{path}: no contract is held out at {said}: accepted are tokens of"
+                f"{path}: no contract is held out at {said}: expected tokens of"
                 f" {listed(tokens)} and shards that divide H"
             )
         for p in problems:
             if (p.contract, p.work_units) in own:
                 raise ConfigError(
                     f"{path}: batch={one.batch} with HV={p.HV} is {p.work_units} work units of"
-                    f" {p.contract.key()}, where the config has a cell: accepted are others, since"
+                    f" {p.contract.key()}, where the config has a cell: expected another, since"
                     " a held-out cell has no part in choosing"
                 )
             found[p] = None

@@ -62,7 +62,7 @@ def layers_of(problem: Problem, device: Device) -> int:
         raise MeasurementError(
             f"{problem.key()} under chain: {LEAST_LAYERS} layers of {each / 2**30:.1f} GiB are more"
             f" than {LARGEST_SHARE:.0%} of the {device.memory_bytes / 2**30:.0f} GiB of"
-            f" {device.name}; accepted are smaller batches, or another L2 policy"
+            f" {device.name}; expected a smaller batch, or another L2 policy"
         )
     return max(
         LEAST_LAYERS, min(CHAIN_LAYERS[device.kind], int(MEMORY_SHARE * device.memory_bytes / each))

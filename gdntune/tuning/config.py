@@ -18,7 +18,7 @@ import yaml
 
 from gdntune import kernels, strict
 from gdntune.device import arch
-from gdntune.errors import ConfigError, listed
+from gdntune.errors import ConfigError, listed, one_of
 from gdntune.kernels.spec import Kernel, Variant
 from gdntune.problem import MAX_TOKENS, Contract, Problem, contract_fault, problem_fault
 from gdntune.results.workload import Load, read_trace
@@ -251,15 +251,15 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
                 if kernel not in names:
                     near = strict.near(kernel, names)
                     raise ConfigError(
-                        f"{self.name}: {path} has the unknown key `{kernel}`{near}: accepted are"
-                        f" {listed(names)}"
+                        f"{self.name}: {path} has the unknown key `{kernel}`{near}: expected"
+                        f" {one_of(names)}"
                     )
                 for knob in wanted:
                     if knob not in names[kernel]:
                         near = strict.near(knob, names[kernel])
                         raise ConfigError(
                             f"{self.name}: {path}.{kernel} has the unknown key `{knob}`{near}:"
-                            f" accepted are {listed(names[kernel])}"
+                            f" expected {one_of(names[kernel])}"
                         )
 
     def check_knobs(self, known: Mapping[str, Kernel]) -> None:
@@ -279,7 +279,7 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
                 accepted = _refused(known[kernel], knob, value, contracts)
                 if accepted is not None:
                     said = (
-                        f"accepted are {listed(accepted)}"
+                        f"expected {one_of(accepted)}"
                         if accepted
                         else f"{kernel} serves none of the contracts, leave it out"
                     )
@@ -362,7 +362,7 @@ def _hashed(value: Any) -> Any:
 
 def load(path: str | os.PathLike[str]) -> Config:
     """The config in a YAML file, with the steps of a workload's CSV; ConfigError names the file,
-    the key's path, and what is accepted.
+    the key's path, and what is expected.
     """
     path = Path(path)
     try:
@@ -372,7 +372,7 @@ def load(path: str | os.PathLike[str]) -> Config:
         close = difflib.get_close_matches(path.stem, there, n=1)
         hint = f"; did you mean {path.with_name(close[0] + '.yaml')}?" if close else ""
         raise ConfigError(
-            f"{path}: {e.strerror}{hint}; accepted is a YAML file such as configs/quickstart.yaml"
+            f"{path}: {e.strerror}{hint}; expected a YAML file such as configs/quickstart.yaml"
         ) from e
     config = parse(data, str(path))
     trace = config.search.workload
@@ -434,7 +434,7 @@ def _faults(config: Config, written: list[Any]) -> Iterator[tuple[str, str]]:
             yield (
                 f"$.parts[{i}].name",
                 (
-                    f" is {name!r}, as $.parts[{names.index(name)}].name is: accepted is a name of"
+                    f" is {name!r}, as $.parts[{names.index(name)}].name is: expected a name of"
                     " its own"
                 ),
             )
@@ -483,7 +483,7 @@ def _size_faults(part: Part) -> Iterator[tuple[str, str, str]]:
             yield (
                 "shards",
                 f"[{i}]",
-                f": {s} shards of H={H} have {why} each: accepted are {possible}",
+                f": {s} shards of H={H} have {why} each: expected one of {possible}",
             )
     for i, contract in enumerate(part.contracts):
         fields = {
@@ -533,7 +533,7 @@ def _plain(data: bytes | str, source: str) -> Any:
     except UnicodeDecodeError as e:
         where = _place(e.object[: e.start].decode("utf-8", "replace"), e.start)
         raise ConfigError(
-            f"{source}{where}: the byte {e.object[e.start]:#x} is no UTF-8; accepted is UTF-8"
+            f"{source}{where}: the byte {e.object[e.start]:#x} is no UTF-8; expected UTF-8"
         ) from None
     try:
         return yaml.load(text, _Loader)
@@ -542,11 +542,11 @@ def _plain(data: bytes | str, source: str) -> Any:
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         context = f" ({e.context})" if e.context else ""
         raise ConfigError(
-            f"{source}{where}: {e.problem}{context}; accepted is YAML's safe subset"
+            f"{source}{where}: {e.problem}{context}; expected YAML's safe subset"
         ) from None
     except yaml.reader.ReaderError as e:
         raise ConfigError(
-            f"{source}{_place(text, e.position)}: {e.reason}; accepted is printable text"
+            f"{source}{_place(text, e.position)}: {e.reason}; expected printable text"
         ) from None
     except (ValueError, OverflowError) as e:  # of what looks like a date or a number and is none
         raise ConfigError(

@@ -76,7 +76,7 @@ class RayWorker(Begun):
             self._end()
             raise UnsupportedProblem(
                 f"Ray gave no {self._start.device.kind} device within {GRANT_TIMEOUT_S:.0f} s:"
-                " accepted is a cluster with a free one; see `ray status`"
+                " expected a cluster with a free one; see `ray status`"
             ) from None
 
     def _end(self) -> None:
@@ -138,7 +138,7 @@ def ray_workers(
     needs = _needs(start.device.kind)
     if not needs:
         raise UnsupportedProblem(
-            f"Ray's cluster has no free {start.device.kind} device: accepted is one whose nodes"
+            f"Ray's cluster has no free {start.device.kind} device: expected one whose nodes"
             " were started with some; see `ray status`"
         )
     # put once, and fetched by the hosts that lack the files

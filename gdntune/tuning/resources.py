@@ -57,7 +57,7 @@ def resources(configs: Iterable[Config], device: Device, built: Iterable[Built])
     """
     if device.kind != "cuda":
         raise UnsupportedProblem(
-            f"{device.arch}: registers and occupancy are of GPUs; accepted is a CUDA arch"
+            f"{device.arch}: registers and occupancy are of GPUs; expected a CUDA arch"
         )
     outcomes = {b.spec.key: b for b in built}
     found: dict[str, Resource] = {}

@@ -182,7 +182,7 @@ class Session:
         if not problem.contract.reads_index:
             raise UnsupportedProblem(
                 f"l2='rotate' with {problem.contract.key()}: it walks through the slots of a pool"
-                " by initial_state_indices; accepted are contracts with pool=True and no"
+                " by initial_state_indices; expected a contract with pool=True and no"
                 " ssm_state_indices, or another L2 policy"
             )
         least = -(-4 * self.device.l2_bytes // sol.state_bytes(problem))

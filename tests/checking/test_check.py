@@ -502,7 +502,9 @@ def test_require():
     before, after = case_and_result(Contract(**SMALL))
     assert compare(before, after).require().ok
     after.output[0] = 1e3
-    with pytest.raises(CheckFailed, match=r"output\[request=0.*got 1000, want .*accepted is 3.8"):
+    with pytest.raises(
+        CheckFailed, match=r"output\[request=0.*got 1000, want .*expected at most 3.8"
+    ):
         compare(before, after).require()
 
 

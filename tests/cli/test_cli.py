@@ -154,7 +154,7 @@ def test_version():
 )
 @pytest.mark.parametrize("command", ["sweep", "compile"])
 def test_malformed_config(tmp_path, monkeypatch, command, changes, parts):
-    """A malformed config is one message with file, path, value and what is accepted; nothing is
+    """A malformed config is one message with file, path, value and what is expected; nothing is
     written.
     """
     monkeypatch.chdir(tmp_path)
@@ -178,7 +178,7 @@ def test_knobs_that_no_variant_has(tmp_path, monkeypatch, command):
         ),
         (
             {"cpu_recurrent": {"tile_v": [16, 24]}},
-            "tile_v lists 24, which no legal variant has at the contracts: accepted are 16, 32",
+            "tile_v lists 24, which no legal variant has at the contracts: expected one of 16, 32",
         ),
         ({"cpu_recurent": {}}, "unknown key `cpu_recurent` (did you mean `cpu_recurrent`?)"),
     ):
@@ -197,7 +197,7 @@ def test_knobs_that_no_variant_has(tmp_path, monkeypatch, command):
 
 @pytest.mark.parametrize("name", ["nothing.yaml", "nothing", "configs"])
 def test_config_that_is_not_there(tmp_path, monkeypatch, name):
-    """A config that is no file is refused with what is accepted."""
+    """A config that is no file is refused with what is expected."""
     monkeypatch.chdir(tmp_path)
     assert refused(run("sweep", name), name, "expected" if name != "nothing.yaml" else "")
 
@@ -247,22 +247,22 @@ def test_malformed_journal(tmp_path):
     [
         (["explain", "--B", "4"], "--work-units N, or --B and --HV"),
         (["explain", "--work-units", "8", "--B", "4"], "give one or the other"),
-        (["explain", "--work-units", "0", "--device", "cpu"], "integers from 1"),
+        (["explain", "--work-units", "0", "--device", "cpu"], "expected an integer from 1"),
         (["explain", "--work-units", "8", "--tokens", "99"], "expected 1 to"),
         (["explain", "--work-units", "8", "--gate", "softplus"], "expected one of raw, log"),
-        (["report", "/nowhere"], "accepted is a sweep's folder"),
+        (["report", "/nowhere"], "expected a sweep's folder"),
         (["compile", "quickstart", "--arch", "sm_1"], "sm_90a"),
-        (["replay", "/nowhere"], "accepted is a sweep's folder"),
-        (["judge", "/nowhere"], "accepted is a sweep's folder"),
+        (["replay", "/nowhere"], "expected a sweep's folder"),
+        (["judge", "/nowhere"], "expected a sweep's folder"),
         (["judge", "a", "b", "--share", "0.25"], "expected TABLE JOURNAL, JOURNAL alone"),
         (["judge", "a", "--share", "0.25", "--hold-out", "every-second"], "give one or the other"),
-        (["compare", "/nowhere", "/nowhere"], "accepted is a sweep's folder"),
+        (["compare", "/nowhere", "/nowhere"], "expected a sweep's folder"),
         (["table", "diff", "/nowhere", "/nowhere"], "/nowhere"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
 def test_wrong_arguments(arguments, part):
-    """What does not fit together is refused with what is accepted."""
+    """What does not fit together is refused with what is expected."""
     assert refused(run(*arguments), part)
 
 
@@ -307,7 +307,7 @@ def test_a_timer_that_the_device_cannot_have(tmp_path):
     """CUPTI on a CPU is refused before anything is written."""
     result = spawn("sweep", config(tmp_path), "--timer", "cupti", "--out", tmp_path / "out")
     assert result.returncode == 2, result.stderr
-    assert "accepted are auto, cpu" in result.stderr
+    assert "expected one of auto, cpu" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "out" / "journal.jsonl").exists()
 
@@ -414,7 +414,7 @@ def test_report_against(folder):
         run("report", folder, "--against", name, "--format", "csv"),
         "expected md, html or the terminal",
     )
-    assert refused(run("report", folder, "--against", "flashinfer"), f"accepted are {name}")
+    assert refused(run("report", folder, "--against", "flashinfer"), f"expected one of {name}")
 
 
 def test_report_into_no_folder(folder):
@@ -470,7 +470,7 @@ def test_a_file_that_is_no_run(tmp_path):
         assert refused(
             run("report", path),
             f"{path} is no journal",
-            "accepted is a sweep's folder, its journal.jsonl",
+            "expected a sweep's folder, its journal.jsonl",
         )
 
 

@@ -115,7 +115,7 @@ def test_a_near_arch_is_named(given, meant):
     """Fault: `--arch sm_90` was said to have no stand-in, and not that sm_90a is meant."""
     with pytest.raises(
         UnknownName,
-        match=rf"'{given}' \(did you mean `{meant}`\?\): accepted are sm_80, .*, .* cpu and native",
+        match=rf"'{given}' \(did you mean `{meant}`\?\): expected one of sm_80, .*, .* cpu or native",
     ):
         arch.target(given)
 
@@ -181,7 +181,7 @@ def test_every_name_has_a_slug():
 
 def test_detect_refuses(monkeypatch, fake_torch):
     """Asking for what is not there says why and what to do; auto takes the CPU then."""
-    with pytest.raises(ToolMissing, match="accepted are 0 to 0"):
+    with pytest.raises(ToolMissing, match="expected 0 to 0"):
         arch.detect("cuda", index=1)
     fake_torch.cuda.is_available = lambda: False
     with pytest.raises(ToolMissing, match="nvidia-smi"):

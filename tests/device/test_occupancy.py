@@ -206,7 +206,7 @@ def test_occupancy_never_exceeds_an_sm(target, warps, registers, shared):
 @pytest.mark.parametrize(
     ("args", "error", "words"),
     [
-        (("sm_70", 128, 32, 0), UnknownName, "accepted are sm_80"),
+        (("sm_70", 128, 32, 0), UnknownName, "expected one of sm_80"),
         (("sm_100a", 2048, 32, 0), UnsupportedProblem, "1 to 1024"),
         (("sm_100a", 128, 256, 0), UnsupportedProblem, "1 to 255"),
         (("sm_100a", 128, 0, 0), UnsupportedProblem, "1 to 255"),
@@ -216,6 +216,6 @@ def test_occupancy_never_exceeds_an_sm(target, warps, registers, shared):
     ],
 )
 def test_what_no_sm_holds(args, error, words):
-    """An unknown arch and an impossible block are refused with what is accepted."""
+    """An unknown arch and an impossible block are refused with what is expected."""
     with pytest.raises(error, match=words):
         occupancy(*args)

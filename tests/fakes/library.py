@@ -52,7 +52,7 @@ PEER = Peer(
         Entry("right", serves, right, "as it comes", extra_bytes=lambda p: 1000 * p.B),
         Entry("wrong", serves, wrong, "as it comes"),
         Entry("raises", serves, raises, "as it comes"),
-        Entry("picky", lambda problem: "V=64, accepted is 63", right, "not at all"),
+        Entry("picky", lambda problem: "V=64, expected 63", right, "not at all"),
     ),
     device="cpu",
 )

@@ -151,7 +151,7 @@ FAULTS = {
     "q": (
         lambda q: q[..., :32],
         ValueError,
-        r"q: shape \[2, 2, 1, 32\].*accepted is \[B, T, H, K\] = \[any, any, any, 64\]",
+        r"q: shape \[2, 2, 1, 32\].*expected \[B, T, H, K\] = \[any, any, any, 64\]",
     ),
     "k": (lambda k: k[:1], ValueError, r"k: shape \[1, 2, 1, 64\].*\[2, 2, 1, 64\]"),
     "v": (
@@ -160,17 +160,17 @@ FAULTS = {
         "v: a last stride of 2",
     ),
     "a": (lambda a: a.double(), TypeError, "a: dtype code 2 of 64 bits.*float32 bfloat16 float16"),
-    "b": (lambda b: None, TypeError, r"b: None was given, accepted is a tensor \[B, T, HV\]"),
+    "b": (lambda b: None, TypeError, r"b: None was given, expected a tensor \[B, T, HV\]"),
     "A_log": (
         lambda x: x.repeat(2),
         ValueError,
-        "A_log: 4 heads were given, accepted are HV=2 or H=1",
+        "A_log: 4 heads were given, expected HV=2 or H=1",
     ),
     "dt_bias": (lambda x: x[None], ValueError, "dt_bias: shape"),
     "state": (
         lambda s: s.bfloat16(),
         TypeError,
-        "state: dtype code 4 of 16 bits was given, accepted are float32",
+        "state: dtype code 4 of 16 bits was given, expected float32",
     ),
     "read_index": (
         lambda x: x.long(),
@@ -187,7 +187,7 @@ FAULTS = {
     "intermediate": (
         lambda x: x[:, :1],
         ValueError,
-        "intermediate: 1 steps were given, accepted is T=2 or more",
+        "intermediate: 1 steps were given, expected T=2 or more",
     ),
     "output": (lambda x: x[:, :1], ValueError, "output: shape"),
     "scale": (lambda x: None, TypeError, "scale: no number"),
@@ -197,7 +197,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_wrong_arguments_are_refused_by_name(name, function):
     """Fault: a tensor of another dtype, shape or stride was read as if it were the right one. The
-    message says what is accepted.
+    message says what is expected.
     """
     case = make_case(Problem(SPOILT, 2, 1, 2))
     spoil, error, message = FAULTS[name]
@@ -212,7 +212,7 @@ def test_wrong_arguments_are_refused_by_name(name, function):
 def test_a_wrong_number_of_arguments_is_refused(function):
     """The convention has 22 arguments."""
     with pytest.raises(
-        TypeError, match="3 arguments were given, accepted are 22: state to use_qk_l2norm"
+        TypeError, match="3 arguments were given, expected 22: state to use_qk_l2norm"
     ):
         function(DECODE, SPOILT, SPOILT_KNOBS)(1, 2, 3)
 
@@ -223,9 +223,7 @@ def test_a_head_in_pieces_is_refused(function):
     """
     case = make_case(Problem(SPOILT, 2, 1, 2))
     wide = torch.zeros(2, 2, 32, 128)[..., :64]
-    with pytest.raises(
-        ValueError, match="state: rows 128 elements apart were given, accepted is 64"
-    ):
+    with pytest.raises(ValueError, match="state: rows 128 elements apart were given, expected 64"):
         function(DECODE, SPOILT, SPOILT_KNOBS)(*dataclasses.replace(case, state=wide).arguments())
 
 
@@ -371,7 +369,7 @@ def test_the_floor_moves_what_it_should(mode, intermediate, function):
         assert torch.equal(buffer, (moved * 0.5)[:, None].expand_as(buffer))
     elif mode == "frozen":
         torch.testing.assert_close(float(sink), float(moved.double().sum()), rtol=1e-4, atol=1e-2)
-    with pytest.raises(ValueError, match="slots: 3 was given, accepted are 0 to 2"):
+    with pytest.raises(ValueError, match="slots: 3 was given, expected 0 to 2"):
         run(state, slots + 1 + (slots == 0), buffer, 0.5, sink)
 
 
@@ -465,8 +463,8 @@ def test_spaces_are_large_and_legal():
 @pytest.mark.parametrize(
     ("change", "knobs", "reason"),
     [
-        ({}, {"ilp": 3}, "ilp=3: accepted are 1, 2, 4, 8"),
-        ({}, {"vec": 32}, "vec=32: accepted are 4, 8, 16"),
+        ({}, {"ilp": 3}, "ilp=3: expected one of 1, 2, 4, 8"),
+        ({}, {"vec": 32}, "vec=32: expected one of 4, 8, 16"),
         ({"V": 96}, {"tile_v": 64}, "V=96 is not a multiple of tile_v=64"),
         (
             {"layout": "v_last"},

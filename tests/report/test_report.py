@@ -438,10 +438,10 @@ def test_shades():
 
 
 def test_nothing_to_report(tmp_path):
-    """No folder, or one without a journal, is refused with what is accepted."""
+    """No folder, or one without a journal, is refused with what is expected."""
     with pytest.raises(JournalError, match="one or more folders"):
         report([])
-    with pytest.raises(JournalError, match="accepted is a sweep's folder"):
+    with pytest.raises(JournalError, match="expected a sweep's folder"):
         report([tmp_path])
 
 
@@ -627,7 +627,7 @@ def test_peers_that_are_not_here_and_that_do_not_serve():
         )
 
     peer_trials = [
-        lost("absent", lacking), lost("narrow", "decode: tokens=1, accepted is 2"), lost("wrong.decode", "check failed"),
+        lost("absent", lacking), lost("narrow", "decode: tokens=1, expected 2"), lost("wrong.decode", "check failed"),
         lost("crashing.decode", "exit code -11", "crashed"),
     ]  # fmt: skip
     made = _report_of(
@@ -645,7 +645,7 @@ def test_peers_that_are_not_here_and_that_do_not_serve():
         "- Against wrong: it failed at 18.",
         "- Against crashing: it crashed at 18.",
         "| absent | not installed | pip install x (no package no_such_package) | 18 |",
-        "| narrow | not served | decode: tokens=1, accepted is 2 | 18 |",
+        "| narrow | not served | decode: tokens=1, expected 2 | 18 |",
         "| wrong.decode | failed | check failed | 18 |",
     ):
         assert said in text

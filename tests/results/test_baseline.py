@@ -143,7 +143,7 @@ def test_in_the_page(folders):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("othre", "did you mean other"), ("three", "the runs one, two"), ("peer:other", "accepted are default")],
+    [("othre", "did you mean other"), ("three", "the runs one, two"), ("peer:other", "expected default")],
 )
 def test_what_is_not_there(folders, name, said):
     """An unknown name lists what can be named, and the nearest."""

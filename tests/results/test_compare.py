@@ -93,7 +93,7 @@ def test_chosen_or_named(tmp_path):
     assert verdicts(named) == {8: "FASTER", 16: "UNCLEAR"}
     assert named.cells[1].reason == "not timed to the end in A"
     assert (named.cells[1].ratio, named.cells[1].a_us) == (None, None)
-    with pytest.raises(UnknownName, match="accepted are chosen and one of the 2 timed to the end: a, b$"):
+    with pytest.raises(UnknownName, match="expected chosen or one of the 2 timed to the end: a, b$"):
         compare.compare(a, b, "c")
 
 

@@ -192,12 +192,12 @@ def test_peers_that_failed_are_left_out():
 
 def test_what_it_refuses():
     """No journal, journals of two devices or of a CPU, and a device without a known peak."""
-    with pytest.raises(JournalError, match="accepted are those of one device"):
+    with pytest.raises(JournalError, match="expected those of one device"):
         Model([], B200)
-    with pytest.raises(JournalError, match="NVIDIA A100.*accepted are those of one device"):
+    with pytest.raises(JournalError, match="NVIDIA A100.*expected those of one device"):
         Model([MADE, journal_of(Contract(), device=arch.target("sm_80"))], B200)
     with pytest.raises(
-        UnsupportedProblem, match=r"a journal of .*EPYC.*, a CPU: accepted are those of a GPU \(--journal\)"
+        UnsupportedProblem, match=r"a journal of .*EPYC.*, a CPU: expected one of a GPU \(--journal\)"
     ):
         Model([journal_of(Contract(), device=synthetic.cpu())], B200)
     with pytest.raises(UnsupportedProblem, match="EPYC.*peak is not known"):
@@ -245,7 +245,7 @@ def test_resources_of_failures(tiny):
     assert len(resources([tiny], B200, outcomes(tiny, failed=(3, 4)))) == len(whole) - 2
     with pytest.raises(BuildError, match="registers are not known; compile it first"):
         resources([tiny], B200, outcomes(tiny)[:-1])
-    with pytest.raises(UnsupportedProblem, match="accepted is a CUDA arch"):
+    with pytest.raises(UnsupportedProblem, match="expected a CUDA arch"):
         resources([tiny], arch.detect("cpu"), [])
 
 

@@ -279,10 +279,10 @@ def test_a_damaged_line_is_refused_by_number(tmp_path, number, damage):
 
 
 def test_a_fault_in_a_line_is_explained(tmp_path):
-    """A wrong value in a line is told with its path and what is accepted."""
+    """A wrong value in a line is told with its path and what is expected."""
     with written(tmp_path) as j:
         j.path.write_bytes(j.path.read_bytes().replace(b'"status":"timeout"', b'"status":"time"'))
-    with pytest.raises(JournalError, match=r"line 5: \$.status is 'time' .*accepted are ok, failed, crashed, timeout"):
+    with pytest.raises(JournalError, match=r"line 5: \$.status is 'time' .*expected one of ok, failed, crashed, timeout"):
         journal.read(tmp_path)
 
 
@@ -416,8 +416,8 @@ def test_closed_journal_takes_no_record(tmp_path):
 
 @pytest.mark.parametrize("name", ["missing", "journal.jsonl"])
 def test_no_journal(tmp_path, name):
-    """A path without a journal says what is accepted."""
-    with pytest.raises(JournalError, match="accepted is a sweep's folder, its journal.jsonl"):
+    """A path without a journal says what is expected."""
+    with pytest.raises(JournalError, match="expected a sweep's folder, its journal.jsonl"):
         journal.read(tmp_path / name)
 
 
@@ -435,7 +435,7 @@ def test_a_file_that_is_no_journal(tmp_path, data):
             use(path)
         said = str(e.value)
         assert said.startswith(f"{path} is no journal: it begins with ")
-        assert "accepted is a sweep's folder, its journal.jsonl" in said and "cut" not in said
+        assert "expected a sweep's folder, its journal.jsonl" in said and "cut" not in said
     assert path.read_bytes() == data
 
 

@@ -233,7 +233,7 @@ def test_only_what_a_table_has_rules_for_is_judged(default_is):
         judge.judge(t, others, HEADER, about="t.json")
     cpu = synthetic.run(synthetic.cpu())
     with pytest.raises(
-        UnsupportedProblem, match="of kind cuda, the journal on AMD EPYC.*accepted is a table of kind cpu"
+        UnsupportedProblem, match="of kind cuda, the journal on AMD EPYC.*expected a table of kind cpu"
     ):
         judge.judge(t, [*checks(), *cell(8, a=1)], cpu)
 

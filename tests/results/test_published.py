@@ -47,7 +47,7 @@ def test_what_was_printed(theirs):
 
 def test_unknown_name():
     """A wrong name lists the right ones, and the nearest."""
-    with pytest.raises(UnknownName, match=f"accepted are {PR}; did you mean {PR}"):
+    with pytest.raises(UnknownName, match=f"expected one of {PR}; did you mean {PR}"):
         published("published:flashinfer-pr-3217")
     assert PR in NAMES
 

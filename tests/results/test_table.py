@@ -121,9 +121,9 @@ REFUSED = {
     "boolean": (changed(*FIRST, "from", True), "$.rules[0].intervals[0].from is True", "an integer"),
     "from 0": (changed(*FIRST, "from", 0), "$.rules[0].intervals[0].from is 0", ">= 1"),
     "not from 1": (changed(*FIRST, "from", 2), "$.rules[0].intervals[0].from is 2", "starts at 1"),
-    "gap": (changed(*SECOND, "from", 92), "$.rules[0].intervals[1].from is 92 and leaves a gap", "accepted is 91"),
-    "overlap": (changed(*SECOND, "from", 90), "$.rules[0].intervals[1].from is 90 and overlaps", "accepted is 91"),
-    "ends": (changed(*SECOND, "to", 5000), "$.rules[0].intervals[1].to is 5000", "null is accepted"),
+    "gap": (changed(*SECOND, "from", 92), "$.rules[0].intervals[1].from is 92 and leaves a gap", "expected 91"),
+    "overlap": (changed(*SECOND, "from", 90), "$.rules[0].intervals[1].from is 90 and overlaps", "expected 91"),
+    "ends": (changed(*SECOND, "to", 5000), "$.rules[0].intervals[1].to is 5000", "expected null"),
     "no end inside": (changed(*FIRST, "to", None), "$.rules[0].intervals[0].to is null", "only the last"),
     "backwards": (changed(*SECOND[:3], [{"from": 1, "to": 9, "variant": "recurrent.tv16"}, {"from": 10, "to": 9, "variant": "recurrent.tv16"}, {"from": 10, "to": None, "variant": "recurrent.tv16"}]), "$.rules[0].intervals[1].to is 9", "from 10"),
     "no intervals": (changed(*FIRST[:3], []), "$.rules[0].intervals is []", "length >= 1"),
@@ -145,7 +145,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("raw, where, accepted", REFUSED.values(), ids=REFUSED)
 def test_refused(raw, where, accepted):
-    """A wrong table is told the file, the JSON path, the value and what is accepted."""
+    """A wrong table is told the file, the JSON path, the value and what is expected."""
     message = refused(raw)
     assert message.startswith(f"t.json: {where}")
     assert accepted in message
@@ -183,7 +183,7 @@ def test_other_bytes_are_refused(data):
 
 def test_what_is_accepted_instead_of_yaml():
     """Fault: of a table's YAML it was said alone that it is no JSON."""
-    with pytest.raises(TableError, match="not JSON: .*; accepted is a JSON file that `gdntune sweep` wrote"):
+    with pytest.raises(TableError, match="not JSON: .*; expected a JSON file that `gdntune sweep` wrote"):
         table.validate(b"# a config\nname: tiny\n", "tiny.yaml")
 
 
@@ -246,7 +246,7 @@ def test_find_is_inclusive_at_both_ends():
     t = read(VALID)
     names = {w: t.find(Contract(), w)[1].variant[-2:] for w in (1, 8, 90, 91, 10**12)}
     assert names == {1: "16", 8: "16", 90: "16", 91: "32", 10**12: "32"}
-    with pytest.raises(UnsupportedProblem, match="work units .* are 0: accepted are integers from 1"):
+    with pytest.raises(UnsupportedProblem, match="work units .* are 0: expected an integer from 1"):
         t.find(Contract(), 0)
 
 

@@ -44,17 +44,17 @@ def test_a_trace_is_counted(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("batch\n1\n", r"no column 'tokens' in \['batch'\]: accepted is a CSV with the columns batch,tokens"),
+        ("batch\n1\n", r"no column 'tokens' in \['batch'\]: expected a CSV with the columns batch,tokens"),
         ("", "no column 'batch'"),
         ("batch,tokens\n", "holds no step"),
-        ("batch,tokens\n1,1\n0,1\n", r"line 3: batch='0': accepted are whole numbers from 1"),
-        ("batch,tokens\n1,17\n", r"line 2: tokens='17': accepted are whole numbers from 1 to 16"),
+        ("batch,tokens\n1,1\n0,1\n", r"line 3: batch='0': expected a whole number from 1"),
+        ("batch,tokens\n1,17\n", r"line 2: tokens='17': expected a whole number from 1 to 16"),
         ("batch,tokens\n1\n", r"line 2: tokens=''"),
         ("batch,tokens\n1.5,1\n", r"batch='1.5'"),
     ],
 )
 def test_a_wrong_trace_is_refused(text, message, tmp_path):
-    """What is no step says its file, line, value and what is accepted."""
+    """What is no step says its file, line, value and what is expected."""
     path = tmp_path / "steps.csv"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):

@@ -302,7 +302,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals(name):
-    """Every refusal names the argument, what was given and what is accepted."""
+    """Every refusal names the argument, what was given and what is expected."""
     changes, match = REFUSALS[name]
     refused(match, kda, **changes)
 

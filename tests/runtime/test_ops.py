@@ -236,7 +236,7 @@ REFUSALS = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals_name_the_argument(name, when):
     """Every refusal is an UnsupportedProblem (a ValueError) that names the argument, what was given
-    and what is accepted.
+    and what is expected.
 
     On the first call, and after right ones, which find their function bound and pass no check of a
     contract.

@@ -105,7 +105,7 @@ def test_every_entry_is_a_row(benched):
             lost = found["peer:library"]
             assert (
                 lost.status == "failed"
-                and "right, wrong, raises: tokens=2, accepted is 1" in lost.reason
+                and "right, wrong, raises: tokens=2, expected 1" in lost.reason
             )
             assert "picky: V=64" in lost.reason
             continue
@@ -113,7 +113,7 @@ def test_every_entry_is_a_row(benched):
         assert found["right"].status == "ok" and len(found["right"].samples_us) == 6
         assert (
             "check failed: state of request" in found["wrong"].reason
-            and "accepted is 0.002" in found["wrong"].reason
+            and "expected at most 0.002" in found["wrong"].reason
         )
         assert found["raises"].reason == "AssertionError: K must be 4096, got K=64"
         assert {found[name].status for name in ("wrong", "raises")} == {"failed"}

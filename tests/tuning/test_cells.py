@@ -262,7 +262,7 @@ def test_listed_cells_are_not_bisected_at():
         ),
         (
             {"batch": 3, "tokens": 7},
-            r"held_out\[0\]: no contract is held out at batch=3, shards=1, tokens=7: accepted are tokens of 1 ",
+            r"held_out\[0\]: no contract is held out at batch=3, shards=1, tokens=7: expected tokens of 1 ",
         ),
         (
             {"batch": 3, "shards": 3},
@@ -272,7 +272,7 @@ def test_listed_cells_are_not_bisected_at():
     ids=["tuned", "tokens", "shards"],
 )
 def test_wrong_held_out_cells_are_refused(entry, message):
-    """A held-out cell that is tuned, or that no contract has, says which and what is accepted."""
+    """A held-out cell that is tuned, or that no contract has, says which and what is expected."""
     with pytest.raises(ConfigError, match=message):
         cells.held_out(read({"held_out": [entry]}), [])
 

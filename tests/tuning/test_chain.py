@@ -99,7 +99,7 @@ def test_a_chain_that_does_not_fit():
     problem = Problem(Contract(tokens=8, intermediate="dense"), 512, 16, 64)
     with pytest.raises(
         MeasurementError,
-        match=r"4 layers of .* GiB are more than 80% of the 80 GiB.*smaller batches",
+        match=r"4 layers of .* GiB are more than 80% of the 80 GiB.*a smaller batch",
     ):
         layers_of(problem, H100)
     assert layers_of(msgspec.structs.replace(problem, B=64), H100) == 12

@@ -197,7 +197,7 @@ REFUSED = {
 }
 
 
-# The last of the parts, the path, what stood there, what is accepted. The first part has nothing of
+# The last of the parts, the path, what stood there, what is expected. The first part has nothing of
 # its own.
 REFUSED_PARTS = {
     "unknown key": (
@@ -406,7 +406,7 @@ def test_only_takes_parts_by_name_or_pattern():
 
 @pytest.mark.parametrize("changes, path, given_, accepted", REFUSED.values(), ids=REFUSED)
 def test_refused(changes, path, given_, accepted):
-    """An illegal config is told the file, the path, what stood there and what is accepted."""
+    """An illegal config is told the file, the path, what stood there and what is expected."""
     with pytest.raises(ConfigError) as e:
         read(**changes)
     message = str(e.value)
@@ -641,7 +641,7 @@ def test_check_kernels_names_the_nearest():
         read(kernels={"recurent": {}})
     with pytest.raises(
         ConfigError,
-        match=r"\$.kernels.recurrent has the unknown key `tile`.*accepted are tile_v, ilp, vec",
+        match=r"\$.kernels.recurrent has the unknown key `tile`.*expected one of tile_v, ilp, vec",
     ):
         read(kernels={"recurrent": {"tile": [1]}})
     parts = [{"name": "a"}, {"name": "b", "kernels": {"recurrent": {"tile": [1]}}}]
@@ -654,21 +654,24 @@ def test_check_kernels_names_the_nearest():
 WRONG_VALUES = {
     "of no variant": (
         {"recurrent": {"lanes": [8, 7]}},
-        r"recurrent.lanes lists 7, .*: accepted are 8, 16$",
+        r"recurrent.lanes lists 7, .*: expected one of 8, 16$",
     ),
     "of no launch": (
         {"recurrent": {"threads": [100]}},
-        r"recurrent.threads lists 100, .*: accepted are 32, 64, 128, 256",
+        r"recurrent.threads lists 100, .*: expected one of 32, 64, 128, 256",
     ),
-    "nothing": ({"recurrent": {"ilp": [0]}}, r"recurrent.ilp lists 0, .*: accepted are 1, 2, 4, 8"),
+    "nothing": (
+        {"recurrent": {"ilp": [0]}},
+        r"recurrent.ilp lists 0, .*: expected one of 1, 2, 4, 8",
+    ),
     "less than nothing": ({"recurrent": {"tile_v": [-8]}}, r"recurrent.tile_v lists -8, "),
     "of another type": (
         {"recurrent": {"early": [1]}},
-        r"recurrent.early lists 1, .*: accepted are True",
+        r"recurrent.early lists 1, .*: expected True",
     ),
     "of another layout": (
         {"recurrent": {"split": [2]}},
-        r"recurrent.split lists 2, .*: accepted are 1",
+        r"recurrent.split lists 2, .*: expected 1",
     ),
     "of contracts with intermediate states": (
         {"cpu_recurrent": {"around": [True]}},
@@ -699,7 +702,7 @@ def test_a_value_that_a_legal_variant_has_is_accepted():
     read(kernels=shared, parts=parts)
     with pytest.raises(
         ConfigError,
-        match=r"\$\.parts\[1\]\.kernels\.recurrent\.heads lists True, .*: accepted are False$",
+        match=r"\$\.parts\[1\]\.kernels\.recurrent\.heads lists True, .*: expected False$",
     ):
         read(parts=[parts[0], {**parts[1], "kernels": shared}])
 

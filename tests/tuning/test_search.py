@@ -780,7 +780,7 @@ def test_values_of_knobs_are_looked_at(store, tmp_path):
     nowhere is said when the sweep ends.
     """
     with pytest.raises(
-        ConfigError, match=r"\$.kernels.cpu_recurrent.ilp lists 3, .*accepted are 2, 4, 8"
+        ConfigError, match=r"\$.kernels.cpu_recurrent.ilp lists 3, .*expected one of 2, 4, 8"
     ):
         run(tmp_path, store, TINY.replace("ilp: [2]", "ilp: [2, 3]"))
     assert not (tmp_path / "journal.jsonl").exists()

@@ -69,7 +69,7 @@ class Arguments {
   Arguments(const TVMFFIAny* values, int count, const char* const* names, int expected)
       : values_(values), names_(names) {
     if (count == expected) return;
-    refuse("TypeError", "%d arguments were given, accepted are %d: %s to %s", count, expected, names[0],
+    refuse("TypeError", "%d arguments were given, expected %d: %s to %s", count, expected, names[0],
            names[expected - 1]);
   }
 
@@ -88,10 +88,10 @@ class Arguments {
     const char* name = names_[i];
     const DLTensor* t = view(i);
     if (!t) {
-      refuse("TypeError", "%s: %s was given, accepted is a tensor %s", name, has(i) ? "no tensor" : "None", letters);
+      refuse("TypeError", "%s: %s was given, expected a tensor %s", name, has(i) ? "no tensor" : "None", letters);
     }
     if (t->device.device_type != kDLCPU) {
-      refuse("ValueError", "%s: a tensor on device type %d was given, accepted is a CPU tensor", name,
+      refuse("ValueError", "%s: a tensor on device type %d was given, expected a CPU tensor", name,
              int(t->device.device_type));
     }
     Tensor r;
@@ -99,7 +99,7 @@ class Arguments {
     r.type = type_of(t->dtype);
     r.rank = t->ndim;
     if (!(r.type & types)) {
-      refuse("TypeError", "%s: dtype code %d of %d bits was given, accepted are %s%s%s%s", name, t->dtype.code,
+      refuse("TypeError", "%s: dtype code %d of %d bits was given, expected %s%s%s%s", name, t->dtype.code,
              t->dtype.bits, types & fp32 ? "float32 " : "", types & bf16 ? "bfloat16 " : "",
              types & fp16 ? "float16 " : "",
              types & int32 ? "int32 (pass int64 as its low words)" : "");
@@ -113,7 +113,7 @@ class Arguments {
       d++;
     }
     if (!fits) {
-      refuse("ValueError", "%s: shape %s was given, accepted is %s = %s", name, ShapeText(t->shape, t->ndim).text,
+      refuse("ValueError", "%s: shape %s was given, expected %s = %s", name, ShapeText(t->shape, t->ndim).text,
              letters, ShapeText(accepted, d).text);
     }
     d = 0;
@@ -124,7 +124,7 @@ class Arguments {
       d++;
     }
     if (contiguous && r.stride[d - 1] != 1 && r.size[d - 1] > 1) {
-      refuse("ValueError", "%s: a last stride of %lld was given, accepted is 1", name, (long long)r.stride[d - 1]);
+      refuse("ValueError", "%s: a last stride of %lld was given, expected 1", name, (long long)r.stride[d - 1]);
     }
     r.data = static_cast<char*>(t->data) + t->byte_offset;
     int64_t count = 1;
@@ -147,7 +147,7 @@ class Arguments {
     if (values_[i].type_index == kTVMFFIFloat) return values_[i].v_float64;
     if (values_[i].type_index == kTVMFFIInt) return double(values_[i].v_int64);
     if (values_[i].type_index == kTVMFFIBool) return double(values_[i].v_int64);
-    refuse("TypeError", "%s: no number was given, accepted is a float or an int", names_[i]);
+    refuse("TypeError", "%s: no number was given, expected a float or an int", names_[i]);
   }
 
  private:

@@ -45,7 +45,7 @@ struct Call {
 // kernels ask of a pool.
 inline void require_whole_heads(const Tensor& t, Argument i, int64_t pitch) {
   if (t.stride[t.rank - 2] != pitch && t.size[t.rank - 2] > 1) {
-    refuse("ValueError", "%s: rows %lld elements apart were given, accepted is %lld: each head contiguous", NAMES[i],
+    refuse("ValueError", "%s: rows %lld elements apart were given, expected %lld: each head contiguous", NAMES[i],
            (long long)t.stride[t.rank - 2], (long long)pitch);
   }
   const int64_t head = pitch * t.size[t.rank - 2];
@@ -57,7 +57,7 @@ inline void require_whole_heads(const Tensor& t, Argument i, int64_t pitch) {
 
 inline void require_at_least(Argument i, const char* what, int64_t given, const char* letter, int64_t least) {
   if (given < least) {
-    refuse("ValueError", "%s: %lld %s were given, accepted is %s=%lld or more", NAMES[i], (long long)given, what,
+    refuse("ValueError", "%s: %lld %s were given, expected %s=%lld or more", NAMES[i], (long long)given, what,
            letter, (long long)least);
   }
 }
@@ -93,16 +93,16 @@ Call checked(const TVMFFIAny* values, int count) {
   }
   for (const auto& [t, i] : {std::pair(&c.A_log, A_LOG), std::pair(&c.dt_bias, DT_BIAS)}) {
     if (t->given && t->size[0] != c.HV && t->size[0] != c.H) {
-      refuse("ValueError", "%s: %lld heads were given, accepted are HV=%lld or H=%lld", NAMES[i],
+      refuse("ValueError", "%s: %lld heads were given, expected HV=%lld or H=%lld", NAMES[i],
              (long long)t->size[0], (long long)c.HV, (long long)c.H);
     }
   }
   if (c.H < 1 || c.HV % c.H) {
-    refuse("ValueError", "v: HV=%lld heads were given with H=%lld of q, accepted are multiples", (long long)c.HV,
+    refuse("ValueError", "v: HV=%lld heads were given with H=%lld of q, expected a multiple", (long long)c.HV,
            (long long)c.H);
   }
   if (c.V % Setting::tile_v) {
-    refuse("ValueError", "v: V=%lld was given, accepted are multiples of tile_v=%d", (long long)c.V, Setting::tile_v);
+    refuse("ValueError", "v: V=%lld was given, expected a multiple of tile_v=%d", (long long)c.V, Setting::tile_v);
   }
 
   c.ragged = given.has(CU_SEQLENS);
@@ -111,10 +111,10 @@ Call checked(const TVMFFIAny* values, int count) {
     c.cu_seqlens = given.tensor(CU_SEQLENS, int32, "[B+1]", {nullptr});
     c.N = c.cu_seqlens.size[0] - 1;
     if (batch != 1) {
-      refuse("ValueError", "q: %lld rows were given with cu_seqlens, accepted is [1, total, H, K]", (long long)batch);
+      refuse("ValueError", "q: %lld rows were given with cu_seqlens, expected [1, total, H, K]", (long long)batch);
     }
   } else if (c.T > MAX_TOKENS) {
-    refuse("ValueError", "q: T=%lld was given, accepted are 1 to %d", (long long)c.T, MAX_TOKENS);
+    refuse("ValueError", "q: T=%lld was given, expected 1 to %d", (long long)c.T, MAX_TOKENS);
   }
   // A ragged call's T is its packed rows: its columns and steps are clamped, token by token.
   const int64_t steps = c.ragged ? 1 : c.T;
@@ -131,11 +131,11 @@ Call checked(const TVMFFIAny* values, int count) {
     require_at_least(SLOT, "columns", columns, "T", steps);
   }
   if (given.has(ACCEPTED)) {
-    if (!c.slots) refuse("TypeError", "accepted: a tensor was given, accepted is None without a slot_index [B, 1+S]");
+    if (!c.slots) refuse("TypeError", "accepted: a tensor was given, expected None without a slot_index [B, 1+S]");
     c.accepted = given.tensor(ACCEPTED, int32, "[B]", {&c.N});
   }
   if (given.has(READ)) {
-    if (c.slots) refuse("TypeError", "read_index: a tensor was given, accepted is None with a slot_index [B, 1+S]");
+    if (c.slots) refuse("TypeError", "read_index: a tensor was given, expected None with a slot_index [B, 1+S]");
     c.read = given.tensor(READ, int32, "[B]", {&c.N});
   } else if (!c.slots) {
     require_at_least(STATE, "rows", slots, "B", c.N);
@@ -143,7 +143,7 @@ Call checked(const TVMFFIAny* values, int count) {
   if (Setting::writes == Writes::by_index) {
     c.write = given.tensor(WRITE, int32, "[B]", {&c.N});
   } else if (given.has(WRITE)) {
-    refuse("TypeError", "write_index: a tensor was given, accepted is None: this function was compiled %s",
+    refuse("TypeError", "write_index: a tensor was given, expected None: this function was compiled %s",
            Setting::writes == Writes::never ? "for a frozen state" : "for a state without a pool");
   }
 

@@ -76,10 +76,10 @@ class Stream {
       }
       const float factor = float(given.number(3));
       const Tensor sink = given.tensor(4, fp32, "[1]", {&one});
-      if (n % 32) refuse("ValueError", "state: n=%lld was given, accepted are multiples of 32", (long long)n);
+      if (n % 32) refuse("ValueError", "state: n=%lld was given, expected a multiple of 32", (long long)n);
       for (int64_t i = 0; i < B; i++) {
         const int64_t slot = slots.index(i);
-        if (slot < 0 || slot >= held) refuse("ValueError", "slots: %lld was given, accepted are 0 to %lld", (long long)slot, (long long)held - 1);
+        if (slot < 0 || slot >= held) refuse("ValueError", "slots: %lld was given, expected 0 to %lld", (long long)slot, (long long)held - 1);
       }
       const int64_t steps = buffer.given ? buffer.size[1] : 0, blocks = (n + block - 1) / block, tasks = B * blocks;
       float sum = 0;
