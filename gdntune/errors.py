@@ -59,13 +59,13 @@ class Locked(GdntuneError, RuntimeError):
 
 def listed(names: Iterable[object]) -> str:
     """`a, b, c`: how a message lists what is expected."""
-    return ", ".join(str(n) for n in names)
+    return ", ".join(str(n) for n in names) or "none"
 
 
 def one_of(names: Iterable[object]) -> str:
     """`one of a, b, c`, or `a` where that is all: what a message says was expected."""
     texts = [str(n) for n in names]
-    return texts[0] if len(texts) == 1 else f"one of {listed(texts)}"
+    return f"one of {listed(texts)}" if len(texts) > 1 else listed(texts)
 
 
 def shown(name: str, x: object) -> str:

@@ -3,15 +3,16 @@
 import contextlib
 import errno
 import os
+import secrets
 import stat
-import tempfile
 from pathlib import Path
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Writes a file whole or not at all: what stood there stands until all of it is on the disk.
 
-    Folders are made. Of a symbolic link the target is replaced, so that the link stays. A character
+    Folders are made. Of a symbolic link the target is replaced, so that the link stays; what is
+    replaced gives its mode. A character
     device or a FIFO (/dev/stdout, a shell's `>(...)`) is written to: to put a file in its place
     would destroy it. Raises OSError, with the path as its filename.
     """
@@ -42,13 +43,17 @@ def _is_stream(path: Path) -> bool:
 
 def _replace(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+    # not mkstemp, whose files are for their owner alone, whatever the user's umask
+    temporary = path.parent / f".gdntune-{os.getpid()}-{secrets.token_hex(4)}"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(descriptor)
-        os.chmod(temporary, 0o644)  # mkstemp makes a file for its owner alone
+        if mode is not None:
+            os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

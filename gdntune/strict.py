@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
+from gdntune import __version__
 from gdntune.errors import GdntuneError, listed, one_of
 
 _WORDS = {
@@ -70,23 +71,37 @@ def refuse_newer(data: bytes, schema: str, source: str, error: type[GdntuneError
     found = re.search(rb'"schema"\s*:\s*"' + name.encode() + rb'/(\d+)"', data[:_HEAD])
     if found is None or int(found[1]) <= int(version):
         return
-    by = re.search(rb'"gdntune"\s*:\s*"([^"]*)"', data[:_HEAD])
-    writer = f"gdntune {by[1].decode(errors='replace')}" if by else "a newer gdntune"
+    by = _writer(data)
     raise error(
-        f"{source}: {name}/{found[1].decode()} was written by {writer}; gdntune"
-        f" {installed()} reads {name} up to {version}: install that version or a later one"
-        " (pip install -U gdntune)"
+        f"{source}: {name}/{found[1].decode()} was written by"
+        f" {f'gdntune {by}' if by else 'a newer gdntune'}; gdntune {__version__} reads {name} up to"
+        f" {version}: install that version or a later one (pip install -U gdntune)"
     )
 
 
-def installed() -> str:
-    """The version of this gdntune, as it is installed."""
-    from importlib import metadata
+def newer_writer(data: bytes) -> str:
+    """What to do about a document that could not be read, where its head says that a newer gdntune
+    wrote it; empty where it does not.
+    """
+    by = _writer(data)
+    if _numbers(by) <= _numbers(__version__):
+        return ""
+    return (
+        f"gdntune {by} wrote it, and this is gdntune {__version__}: install that version or a later"
+        " one (pip install -U gdntune)"
+    )
 
-    try:
-        return metadata.version("gdntune")
-    except metadata.PackageNotFoundError:
-        return "from a checkout"
+
+def _writer(data: bytes) -> str:
+    """The version of gdntune that a JSON object names; of a merged table, both."""
+    by = re.search(rb'"gdntune"\s*:\s*"([^"]*)"', data[:_HEAD])
+    return by[1].decode(errors="replace") if by else ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Numbers by which versions are ordered; of several versions those of the latest."""
+    each = (re.match(r"\d+(\.\d+)*", v.strip()) for v in version.split(","))
+    return max((tuple(map(int, m[0].split("."))) for m in each if m), default=())
 
 
 def refuse_odd_json(data: bytes, source: str, error: type[GdntuneError]) -> None:

@@ -21,6 +21,20 @@ def test_a_links_target_is_replaced(tmp_path):
     assert (tmp_path / "later").read_bytes() == b"made" and (tmp_path / "dangling").is_symlink()
 
 
+def test_modes_are_kept(tmp_path):
+    """Fault: what was replaced became readable for all, and a new file was so whatever the umask."""
+    kept, new = tmp_path / "kept.json", tmp_path / ("n" * 250)
+    kept.write_text("old")
+    kept.chmod(0o640)
+    umask = os.umask(0o077)
+    try:
+        for path in (kept, new):
+            files.write_whole(path, b"new")
+    finally:
+        os.umask(umask)
+    assert [stat.S_IMODE(p.stat().st_mode) for p in (kept, new)] == [0o640, 0o600]
+
+
 def test_a_fifo_is_written_to(tmp_path):
     """Fault: a FIFO was replaced by a file, and its reader waited for ever."""
     fifo = tmp_path / "fifo"

@@ -341,7 +341,7 @@ def compile_(
 
     The exit code is 1 where one does not compile.
     """
-    from gdntune.cli.progress import progress
+    from gdntune.cli.progress import stage
     from gdntune.objects.build import compile_objects
     from gdntune.objects.store import Store, write_bundle
     from gdntune.tuning.plan import plan_objects
@@ -356,10 +356,8 @@ def compile_(
             f"{wanted.name} needs no object on {device.arch}: no kernel serves its contracts there"
         )
     store = Store()
-    stage = progress()
-    stage.start("compile", len(objects))
-    built = compile_objects(objects, store, jobs=jobs, on_done=lambda _: stage.step())
-    stage.end()
+    with stage("compile", len(objects)) as shown:
+        built = compile_objects(objects, store, jobs=jobs, on_done=lambda _: shown.step())
     failed = [b for b in built if not b.ok]
     manifests = [b.manifest for b in built if b.manifest]
     if bundle and manifests:
@@ -451,7 +449,7 @@ def expect(
     journals of another GPU and marked as expected, not measured. The exit code is 1 where a variant
     does not compile or spills.
     """
-    from gdntune.cli.progress import progress
+    from gdntune.cli.progress import stage
     from gdntune.objects.build import compile_objects
     from gdntune.objects.store import Store, atomic_write
     from gdntune.report.expect import expectations
@@ -469,10 +467,8 @@ def expect(
     target = target_of(arch)
     model = Model([journals.read(path) for path in journal], target)
     objects = [o for config in wanted for o in plan_objects(config, target)]
-    stage = progress()
-    stage.start("compile", len({spec.key for spec, _ in objects}))
-    built = compile_objects(objects, Store(), jobs=jobs, on_done=lambda _: stage.step())
-    stage.end()
+    with stage("compile", len({spec.key for spec, _ in objects})) as shown:
+        built = compile_objects(objects, Store(), jobs=jobs, on_done=lambda _: shown.step())
     found = resources(wanted, target, built)
     failed = [b for b in built if not b.ok]
     options = [("--journal", j) for j in journal] + [("--against", a) for a in against or ()]

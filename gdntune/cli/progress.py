@@ -2,8 +2,10 @@
 finished stage elsewhere.
 """
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.progress import (
@@ -50,6 +52,10 @@ class Bar(Progress):
             self._bar.stop()
             self._bar = None
 
+    def stop(self) -> None:
+        # else the terminal's cursor stays hidden
+        self.end()
+
 
 class Lines(Progress):
     """A line on stderr when a stage has ended: for logs."""
@@ -66,11 +72,30 @@ class Lines(Progress):
     def end(self) -> None:
         if self._total:
             seconds = time.monotonic() - self._began
-            sys.stderr.write(f"{self._label}: {self._done} of {self._total} in {seconds:.1f} s\n")
-            sys.stderr.flush()
+            # a log whose disk is full is no reason to end hours of timing
+            with contextlib.suppress(OSError):
+                sys.stderr.write(
+                    f"{self._label}: {self._done} of {self._total} in {seconds:.1f} s\n"
+                )
+                sys.stderr.flush()
+        self.stop()
+
+    def stop(self) -> None:
         self._total = 0
 
 
 def progress() -> Progress:
     """Bars where stderr is a terminal, else lines."""
     return Bar() if sys.stderr.isatty() else Lines()
+
+
+@contextlib.contextmanager
+def stage(label: str, total: int) -> Iterator[Progress]:
+    """The progress of a command that has one stage."""
+    shown = progress()
+    shown.start(label, total)
+    try:
+        yield shown
+        shown.end()
+    finally:
+        shown.stop()

@@ -19,6 +19,7 @@ from typing import Literal
 
 import msgspec
 
+from gdntune import __version__
 from gdntune.device import nvml
 from gdntune.errors import ToolMissing, UnknownName, listed
 
@@ -449,10 +450,10 @@ def _first_line(command: list[str]) -> str:
 
 
 def software() -> dict[str, str]:
-    """Versions of what decides a measurement; what is not here is left out. Imports none of it but
-    NVML's binding.
+    """Versions of what decides a measurement, and of gdntune; what is not here is left out. Imports
+    none of it but NVML's binding.
     """
-    found = {"python": platform.python_version()}
+    found = {"gdntune": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)

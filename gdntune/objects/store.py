@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from typing import Any
 import msgspec
 from filelock import FileLock
 
+from gdntune import __version__, strict
 from gdntune.device.arch import Device
 from gdntune.errors import BuildError, ToolMissing
 from gdntune.files import write_whole
@@ -91,13 +93,16 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """The manifest of a bundle: one library, its objects and what they need."""
+    """The manifest of a bundle: one library, its objects and what they need. gdntune: the version
+    that wrote it.
+    """
 
     schema: str
     arch: str
     library: str
     sha256: str
     objects: dict[str, Manifest]
+    gdntune: str = ""
 
 
 def toolchain(device: str) -> str:
@@ -319,32 +324,32 @@ class Store:
 
 
 def link(objects: list[Path], library: Path, device: str) -> None:
-    """Links objects into one shared library, atomically."""
+    """Links objects into one shared library, whole or not at all."""
     compiler = shutil.which("g++" if device == "cpu" else "gcc") or shutil.which("g++")
     if compiler is None:
         raise ToolMissing(
             "no gcc or g++ to link compiled kernels: install one (apt install g++), or load a"
             " bundle made elsewhere"
         )
-    library.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=library.parent, suffix=".so")
-    os.close(handle)
-    # a file of arguments: hundreds of paths would pass the limit of a command line
-    arguments = Path(temporary).with_suffix(".args")
-    arguments.write_text("\n".join(str(o) for o in objects))
     openmp = ["-fopenmp"] if device == "cpu" else []
-    done = subprocess.run(
-        [compiler, "-shared", *openmp, "-o", temporary, f"@{arguments}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    arguments.unlink()
-    if done.returncode:
-        os.unlink(temporary)
-        raise BuildError(f"linking {len(objects)} objects failed:\n{done.stderr[-2000:]}")
-    os.chmod(temporary, 0o755)
-    os.replace(temporary, library)
+    with tempfile.TemporaryDirectory(prefix="gdntune-") as temporary:
+        # a file of arguments: hundreds of paths would pass the limit of a command line
+        arguments, linked = Path(temporary, "arguments"), Path(temporary, library.name)
+        arguments.write_text("\n".join(_quoted(o) for o in objects))
+        done = subprocess.run(
+            [compiler, "-shared", *openmp, "-o", str(linked), f"@{arguments}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise BuildError(f"linking {len(objects)} objects failed:\n{done.stderr[-2000:]}")
+        write_whole(library, linked.read_bytes())
+
+
+def _quoted(path: Path) -> str:
+    """A path in a file of a compiler's arguments, which blanks, quotes and backslashes divide."""
+    return re.sub(r"([\s'\"\\])", r"\\\1", str(path))
 
 
 def write_bundle(store: Store, specs: Iterable[ObjectSpec], folder: Path) -> Bundle:
@@ -368,6 +373,7 @@ def write_bundle(store: Store, specs: Iterable[ObjectSpec], folder: Path) -> Bun
         library.name,
         file_sha256(library),
         dict(sorted(manifests.items())),
+        __version__,
     )
     atomic_write(folder / "bundle.json", msgspec.json.format(msgspec.json.encode(bundle), indent=1))
     return bundle
@@ -377,14 +383,19 @@ def read_bundle(folder: Path) -> Bundle:
     """A bundle's manifest; BuildError says what is wrong with it."""
     path = folder / "bundle.json"
     try:
-        bundle = msgspec.json.decode(path.read_bytes(), type=Bundle)
+        data = path.read_bytes()
+        strict.refuse_newer(data, BUNDLE_SCHEMA, str(path), BuildError)
+        bundle = msgspec.json.decode(data, type=Bundle)
     except FileNotFoundError:
         raise BuildError(
             f"{path} does not exist: `gdntune compile CONFIG --arch ARCH --bundle {folder}`"
             " makes it"
         ) from None
-    except msgspec.DecodeError as e:
-        raise BuildError(f"{path} is not a bundle's manifest: {e}") from None
+    except OSError as e:
+        raise BuildError(f"{path}: {e.strerror or e}; expected a bundle's manifest") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        newer = strict.newer_writer(data) or "make the bundle anew"
+        raise BuildError(f"{path} is not a bundle's manifest: {e}; {newer}") from None
     if bundle.schema != BUNDLE_SCHEMA:
         raise BuildError(
             f"{path}: schema {bundle.schema!r}, expected {BUNDLE_SCHEMA!r}: make the bundle anew"

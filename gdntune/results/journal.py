@@ -17,9 +17,10 @@ from typing import Any, Literal, final
 import filelock
 import msgspec
 
-from gdntune import strict
+from gdntune import __version__, strict
 from gdntune.device.arch import Device
 from gdntune.errors import JournalError, Locked, listed, no_folder
+from gdntune.files import write_whole
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.results.workload import Load
@@ -206,6 +207,8 @@ class Journal:
         self._descriptor = -1
         self._size = 0
         self._broken = f"{path}: the journal was not begun"
+        # of its folder, while it is claimed alone
+        self._place = os.stat(path.parent)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], run: Run) -> "Journal":
@@ -275,6 +278,7 @@ class Journal:
 
     def begin(self, run: Run) -> None:
         """Opens a claimed journal for writing. run: the whole header, which a fresh one gets."""
+        self.require_place()
         if not self.fresh:
             self._agree(run)
         try:
@@ -319,7 +323,7 @@ class Journal:
         data = b"".join(lines)
         if not data:
             return []
-        self._require_file()
+        self.require_place()
         try:
             rest = memoryview(data)
             while rest:
@@ -337,19 +341,25 @@ class Journal:
         self._size += len(data)
         return stored
 
-    def _require_file(self) -> None:
-        """JournalError where the file is not in its place any more: what is written to it would be
-        gone with the process.
+    def require_place(self) -> None:
+        """JournalError where its folder, or what was begun in it, was deleted or moved: what is
+        written there would be gone with the process, and work in between is for nothing.
         """
+        if self._broken and self._descriptor >= 0:
+            raise JournalError(self._broken)
+        begun = self._descriptor >= 0
+        path = self.path if begun else self.path.parent
+        place = os.fstat(self._descriptor) if begun else self._place
         try:
-            there = os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+            there = os.path.samestat(os.stat(path), place)
         except OSError:
             there = False
         if not there:
+            lost = f"; the records since then are lost ({len(self.records)} were there)"
             self._broken = (
-                f"{self.path}: the journal was deleted or moved while it was written; the records"
-                f" since then are lost ({len(self.records)} were there). Start the same command"
-                " again, and leave its folder alone while it runs"
+                f"{path}: the {'journal' if begun else 'folder'} was deleted or moved while"
+                f" {'it was written' if begun else 'objects were compiled'}{lost if begun else ''}."
+                " Start the same command again, and leave its folder alone while it runs"
             )
             raise JournalError(self._broken)
 
@@ -483,7 +493,8 @@ def _parse(data: bytes, path: Path) -> tuple[Run, list[Record]]:
             if number == 1:
                 _refuse_others(data, path)
                 strict.refuse_newer(line, SCHEMA, str(path), JournalError)
-            _refuse_unknown_kind(line, number, path)
+            newer = strict.newer_writer(data)
+            _refuse_unknown_kind(line, number, path, newer)
             try:
                 strict.decode(
                     line, Run | Build | Check | Trial | Cell, f"{path}: line {number}", JournalError
@@ -494,7 +505,8 @@ def _parse(data: bytes, path: Path) -> tuple[Run, list[Record]]:
                     if number > 1
                     else ""
                 )
-                raise JournalError(f"{e}; restore the file{cut}") from None
+                # a line that a newer version can read is none to cut out
+                raise JournalError(f"{e}; {newer or f'restore the file{cut}'}") from None
         if isinstance(records[-1], Run) != (number == 1):
             raise JournalError(
                 f"{path}: line {number}: a run's header must be the first line and no other"
@@ -502,16 +514,21 @@ def _parse(data: bytes, path: Path) -> tuple[Run, list[Record]]:
     return records[0], records[1:]
 
 
-def _refuse_unknown_kind(line: bytes, number: int, path: Path) -> None:
-    """JournalError for a record that a newer version may write: to cut it out would lose it."""
+def _refuse_unknown_kind(line: bytes, number: int, path: Path, newer: str) -> None:
+    """JournalError for a record that a newer version may write: to cut it out would lose it.
+
+    newer: what to do where the header says that one wrote the journal.
+    """
     found = re.match(rb'{"kind" ?: ?"([^"]*)"', line)
     kinds = [k.__struct_config__.tag for k in (Run, Build, Check, Trial, Cell)]
     if found and (kind := found[1].decode(errors="replace")) not in kinds:
+        remedy = newer or (
+            "a newer gdntune wrote it, so read the journal with that version or a later one (pip"
+            " install -U gdntune); if the line is damaged, restore the file"
+        )
         raise JournalError(
             f"{path}: line {number}: a record of kind {strict.short(kind)}, which gdntune"
-            f" {strict.installed()} does not know (expected one of {listed(kinds)}): a newer gdntune"
-            " wrote it, so read the journal with that version or a later one (pip install -U"
-            " gdntune); if the line is damaged, restore the file"
+            f" {__version__} does not know (expected one of {listed(kinds)}): {remedy}"
         )
 
 
@@ -551,7 +568,8 @@ def _identity(run: Run) -> dict[str, str]:
         ),
         **run.policy,
         **{f"code of {name}": code for name, code in run.kernels.items()},
-        **run.software,
+        # of gdntune itself the kernels' code counts, so that a sweep outlives an upgrade
+        **{name: version for name, version in run.software.items() if name != "gdntune"},
     }
 
 
@@ -598,11 +616,8 @@ def _acquire(folder: Path) -> filelock.BaseFileLock:
             f"{folder}: in use by {holder}; wait for it, end it, or choose another folder"
         ) from None
     try:
-        temporary = folder / f"{HOLDER}.new"
-        temporary.write_bytes(
-            msgspec.json.encode(_Holder(os.getpid(), socket.gethostname(), now()))
-        )
-        os.replace(temporary, folder / HOLDER)
+        holder = msgspec.json.encode(_Holder(os.getpid(), socket.gethostname(), now()))
+        write_whole(folder / HOLDER, holder)
     except BaseException:
         lock.release()
         raise

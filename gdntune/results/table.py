@@ -282,9 +282,13 @@ def validate(data: bytes, source: str = "<table>") -> Table:
     """The table in JSON; TableError names source, JSON path, value and what is expected."""
     strict.refuse_newer(data, SCHEMA, source, TableError)
     strict.refuse_odd_json(data, source, TableError)
-    table: Table = strict.decode(
-        data, Table, source, TableError, "a JSON file that `gdntune sweep` wrote"
-    )
+    try:
+        table: Table = strict.decode(
+            data, Table, source, TableError, "a JSON file that `gdntune sweep` wrote"
+        )
+    except TableError as e:
+        newer = strict.newer_writer(data)
+        raise TableError(f"{e}{newer and f'; {newer}'}") from None
     for path, fault in _faults(table):
         raise TableError(f"{source}: {path} {fault}")
     return table

@@ -46,6 +46,8 @@ class Progress:
     def start(self, label: str, total: int) -> None: ...
     def step(self, n: int = 1) -> None: ...
     def end(self) -> None: ...
+    def stop(self) -> None:
+        """Takes away what is shown of a stage that an error ended."""
 
 
 class Means(NamedTuple):
@@ -89,7 +91,8 @@ def run(plan: Plan, folder: Path, means: Means) -> Outcome:
         # a place that cannot be had is refused before anything is compiled; the journal is begun
         # after that, since the timing process needs the flush kernel to say what policy it can keep
         journal = stack.enter_context(Journal.claim(folder, header))
-        built = _compile(plan, means)
+        stack.callback(means.progress.stop)
+        built = _compile(plan, means, journal)
         team = stack.enter_context(
             start_team(plan.device, means.devices, means.executor, means.store, built, means.policy)
         )
@@ -108,15 +111,15 @@ def run(plan: Plan, folder: Path, means: Means) -> Outcome:
         return engine.finish(folder)
 
 
-def _compile(plan: Plan, means: Means) -> dict[str, Built]:
+def _compile(plan: Plan, means: Means, journal: Journal) -> dict[str, Built]:
+    def done(_: Built) -> None:
+        # minutes of compiling are for nothing where the folder is gone
+        journal.require_place()
+        means.progress.step()
+
     objects = plan.objects()
     means.progress.start("compile", len(objects))
-    built = compile_objects(
-        objects,
-        means.store,
-        jobs=means.jobs or cpu_threads(),
-        on_done=lambda _: means.progress.step(),
-    )
+    built = compile_objects(objects, means.store, jobs=means.jobs or cpu_threads(), on_done=done)
     means.progress.end()
     return {b.spec.key: b for b in built}
 
@@ -304,6 +307,8 @@ class _Run:
         except (JournalError, MeasurementError) as e:
             self.notes.append(str(e))
             return Outcome(None, header, records, self.notes)
+        # a folder that is gone must not come back with a table alone
+        self.journal.require_place()
         save(table, folder / "table.json")
         return Outcome(table, header, records, self.notes)
 

@@ -1,11 +1,16 @@
 """Output that fails: full disks and narrow encodings give one message and exit code 2."""
 
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 import synthetic
+from typer.testing import CliRunner
+
+from gdntune.cli.app import app
+from gdntune.cli.progress import Lines
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +64,46 @@ def test_an_accent_where_the_terminal_has_ascii(sweep, tmp_path):
     assert (done.returncode, done.stderr, out.exists()) == (0, b"", True)
     done = gdntune("table", "show", out, **ascii_only)
     assert (done.returncode, done.stderr) == (0, b"") and rb"\xe9.json" in done.stdout
+
+
+SMALL = """
+name: small
+device: cpu
+model: {H: 1, HV: 2, K: 64, V: 64}
+batch: [1, 2, 3, 4]
+contracts: [{state_dtype: fp32}]
+kernels: {cpu_recurrent: {vec: [8], tile_v: [16, 32], ilp: [2]}}
+policy: {l2: warm}
+search: {screen_rounds: 2, keep: 2, final_rounds: 4, max_cell_seconds: 2}
+"""
+
+
+@pytest.mark.parametrize("when", ["compile", "check", "time", "the end"])
+def test_a_folder_deleted_in_mid_sweep(when, tmp_path, monkeypatch):
+    """Fault: a folder that was deleted under a sweep was noticed at its end alone, and came back with
+    a table of no journal. The command says so at its next step, in one message, and stops.
+    """
+    config, folder = tmp_path / "small.yaml", tmp_path / "out"
+    config.write_text(SMALL)
+    steps: list[str] = []
+
+    class Deletes(Lines):
+        def step(self, n=1):
+            super().step(n)
+            steps.append(self._label)
+            if self._label == when:
+                shutil.rmtree(folder, ignore_errors=True)
+
+        def end(self):
+            super().end()
+            if when == "the end" and steps[-1] == "time":
+                shutil.rmtree(folder, ignore_errors=True)
+
+    monkeypatch.setattr("gdntune.cli.progress.progress", Deletes)
+    done = CliRunner().invoke(app, ["sweep", str(config), "--out", str(folder)])
+    assert done.exit_code == 2
+    said = [line for line in done.stderr.splitlines() if line.startswith("gdntune: ")]
+    assert len(said) == 1 and "deleted or moved while" in said[0] and "same command" in said[0]
+    assert not folder.exists()
+    # one check is two variants' records at once
+    assert steps.count(when) == {"compile": 1, "check": 1, "time": 1, "the end": 0}[when]

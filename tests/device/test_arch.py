@@ -11,6 +11,7 @@ import types
 import msgspec
 import pytest
 
+import gdntune
 from gdntune.device import arch
 from gdntune.device.arch import Clocks, Device
 from gdntune.errors import ToolMissing, UnknownName
@@ -410,6 +411,7 @@ def test_software(monkeypatch):
     found = arch.software()
     assert found.pop("msgspec")
     assert found.pop("python").startswith("3.")
+    assert found.pop("gdntune") == gdntune.__version__
     assert found == {"driver": "580.159.04", "cuda": "13.0", "g++": "12.2.0"}
     assert arch.software().keys() >= {"python"}
 

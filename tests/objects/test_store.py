@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+import gdntune
 from gdntune import kernels
 from gdntune.device import arch
 from gdntune.errors import BuildError, ToolMissing
@@ -199,3 +200,41 @@ def test_a_user_without_a_home_has_a_store(built, monkeypatch, tmp_path):
     assert works(homeless.load([objects[0][0]])[objects[0][0].key])
     with pytest.raises(ToolMissing, match="no home folder: set GDNTUNE_CACHE_DIR"):
         build.compile_objects([objects[1]], homeless)
+
+
+def test_places_with_blanks_and_quotes(built, tmp_path):
+    """Fault: a store whose path had a blank could not be linked, since the linker read two names."""
+    found, objects = built
+    place = tmp_path / "my 'own' \\ \"cache\""
+    shutil.copytree(found.root, place, ignore=shutil.ignore_patterns("linked"))
+    other = Store(place)
+    assert all(works(f) for f in other.load([spec for spec, _ in objects]).values())
+    write_bundle(other, [spec for spec, _ in objects], tmp_path / "a bundle")
+    assert Store(tmp_path / "none", [tmp_path / "a bundle"]).load([objects[0][0]])
+
+
+def test_a_bundles_library_may_be_a_link(built, tmp_path):
+    """Fault: a link was replaced by a file, and what it named stayed as it was."""
+    found, objects = built
+    bundle, real = tmp_path / "bundle", tmp_path / "real.so"
+    bundle.mkdir()
+    real.write_bytes(b"old")
+    (bundle / "libgdntune.so").symlink_to(real)
+    write_bundle(found, [objects[0][0]], bundle)
+    assert (bundle / "libgdntune.so").is_symlink() and real.read_bytes() != b"old"
+    assert works(Store(tmp_path / "none", [bundle]).load([objects[0][0]])[objects[0][0].key])
+
+
+def test_a_newer_bundle_is_named(built, tmp_path):
+    """Fault: a later version's bundle was to be made anew, by a version that cannot read it."""
+    found, objects = built
+    made = write_bundle(found, [objects[0][0]], tmp_path)
+    assert made.gdntune == gdntune.__version__
+    path = tmp_path / "bundle.json"
+    text = path.read_text().replace(gdntune.__version__, "7.5")
+    path.write_text(text.replace("gdntune.bundle/1", "gdntune.bundle/2"))
+    with pytest.raises(BuildError, match=r"bundle/2 was written by gdntune 7\.5.*pip install -U"):
+        Store(tmp_path / "none", [tmp_path])
+    path.write_text(text.replace('"arch"', '"archs"', 1))
+    with pytest.raises(BuildError, match=r"gdntune 7\.5 wrote it"):
+        Store(tmp_path / "none", [tmp_path])

@@ -546,3 +546,52 @@ def test_records_of_a_newer_version(tmp_path):
     path.write_bytes(newer)
     with pytest.raises(JournalError, match="gdntune.journal/2 was written by .*pip install -U gdntune"):
         journal.read(path)
+
+
+def test_the_newer_version_is_named(tmp_path):
+    """Fault: no journal said which gdntune wrote it, and of a key or kind that a later version
+    writes the advice was to cut the line out.
+    """
+    later = msgspec.structs.replace(RUN, software={**RUN.software, "gdntune": "10.2"})
+    with Journal.open(tmp_path, later) as j:
+        path = j.path
+    header = path.read_bytes()
+    advice = r"gdntune 10\.2 wrote it, and this is gdntune .*pip install -U gdntune"
+    for line in (
+        b'{"kind":"power","watts":3}\n',
+        journal.encode(RECORDS[0]).replace(b'"seconds"', b'"joules":1,"seconds"'),
+    ):
+        path.write_bytes(header + line)
+        with pytest.raises(JournalError, match=f"line 2: .*{advice}") as e:
+            journal.read(path)
+        assert "cut this line out" not in str(e.value) and "restore" not in str(e.value)
+    path.write_bytes(header.replace(b'"started"', b'"place":"hall 2","started"'))
+    with pytest.raises(JournalError, match=f"line 1: .*`place`.*{advice}"):
+        journal.read(path)
+    path.write_bytes(header.replace(b"gdntune.journal/1", b"gdntune.journal/2"))
+    with pytest.raises(JournalError, match=r"gdntune.journal/2 was written by gdntune 10\.2"):
+        journal.read(path)
+
+
+def test_a_sweep_outlives_an_upgrade(tmp_path):
+    """The kernels' code decides whether samples may stand together, not gdntune's version."""
+    for version in ("0.1.0", "0.2.0"):
+        run = msgspec.structs.replace(RUN, software={**RUN.software, "gdntune": version})
+        with Journal.open(tmp_path, run) as j:
+            assert j.run.software["gdntune"] == "0.1.0"
+
+
+def test_a_folder_deleted_before_its_journal_began(tmp_path):
+    """Fault: a folder that was deleted while objects were compiled was an unexplained ENOENT, after
+    all of them had been.
+    """
+    folder = tmp_path / "run"
+    with Journal.claim(folder, RUN) as j:
+        j.require_place()
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+        for look in (j.require_place, lambda: j.begin(RUN)):
+            with pytest.raises(JournalError, match="folder was deleted or moved while objects were"):
+                look()
+    assert not folder.exists()

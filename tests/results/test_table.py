@@ -158,6 +158,23 @@ def test_a_newer_version_is_named():
     assert "written by gdntune 9.1; gdntune " in refused(raw)
 
 
+def test_a_newer_versions_key_names_it():
+    """Fault: a key that a later version writes was an unknown key, and not why it is there."""
+    raw = changed("rule", [])
+    raw["software"]["gdntune"] = "9.1"
+    assert "the unknown key `rule`" in refused(raw)
+    assert "; gdntune 9.1 wrote it, and this is gdntune " in refused(raw)
+    raw["software"]["gdntune"] = "0.0.9"
+    assert "wrote it" not in refused(raw)
+    raw["software"]["gdntune"] = "0.0.9, 9.1"  # merged
+    assert "; gdntune 0.0.9, 9.1 wrote it" in refused(raw)
+
+
+def test_an_empty_list_of_names_is_said():
+    """Fault: `accepted are the keys of $.kernels: `, and nothing."""
+    assert "the keys of $.kernels: none" in refused(changed("kernels", {}))
+
+
 def test_json_that_decoders_disagree_on():
     """Fault: a key that stood twice loaded, by its last value; NaN had a byte's offset alone."""
     text = json.dumps(VALID)
