@@ -54,7 +54,7 @@ def test_listed():
     """What is accepted reads as a list, whatever holds it."""
     assert errors.listed(["a", "b"]) == "a, b"
     assert errors.listed({1: "x", 2: "y"}) == "1, 2"
-    assert errors.listed(()) == ""
+    assert errors.listed(()) == errors.one_of(()) == "none"
 
 
 def test_one_of():
