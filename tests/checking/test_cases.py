@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from gdntune.checking.cases import BLOCK, floor_case, make_case, whole
+from gdntune.checking.cases import floor_case, make_case, whole
+from gdntune.checking.draw import BLOCK
 from gdntune.checking.reference import DTYPES, decode, places
 from gdntune.errors import UnsupportedProblem
 from gdntune.kernels.spec import DECODE_ARGUMENTS
@@ -101,6 +102,23 @@ def test_a_seed_gives_the_same_case_again():
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(first.state, again.state) and torch.equal(first.read_index, again.read_index)
     assert not torch.equal(first.q, other.q)
+
+
+def test_a_seed_gives_the_slots_of_before():
+    """A failed check names its seed and options: the slots they gave are had again, whatever moved
+    in the code since.
+    """
+    odd = {"padding": 0.3, "skipped": 0.3, "out_of_range": True, "null_index": 1}
+    contract = Contract(
+        **SMALL, tokens=2, intermediate="slots", accepted=True, mode="frozen", state_dtype="fp32"
+    )
+    case = make_case(Problem(contract, 4, 1, 1), seed=7, **odd)
+    assert case.slot_index.tolist() == [[10, 1], [8, 0], [1, 3], [2, 9]]
+    assert case.accepted.tolist() == [2, 1, 3, 0]
+    indexed = contract.replace(intermediate="indexed", accepted=False, state_dtype="bf16")
+    case = make_case(Problem(indexed, 4, 1, 1), seed=7, **odd)
+    assert case.read_index.tolist() == [0, 3, -1, 2]
+    assert case.slot_index.tolist() == [4, -1, 3, 2]
 
 
 @pytest.mark.parametrize("intermediate", ["none", "indexed", "slots"])

@@ -1,0 +1,130 @@
+"""Random tensors of a case: inputs, gates and states as a model's, or at the edges of fp32."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from gdntune.checking.options import Options
+from gdntune.checking.reference import DTYPES
+from gdntune.problem import Problem
+
+# Beyond this many elements a tensor is a repeated block: normal_ makes 50 to 100 million elements a
+# second on a CPU core, and a table's largest states have billions. An odd length, so that
+# neighbouring slots differ.
+BLOCK = {"cpu": (1 << 20) + 1237, "cuda": (1 << 26) + 1237}
+
+
+class Draw:
+    """Random tensors of one device and one seed. What a seed gives depends on the order of calls."""
+
+    def __init__(self, device: torch.device, seed: int):
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def fill(self, x: Tensor, spread: float = 1.0) -> Tensor:
+        """x, contiguous, filled in place with N(0, spread^2)."""
+        flat, block = x.view(-1), BLOCK[self.device.type]
+        done = min(flat.numel(), block)
+        flat[:done].normal_(0, spread, generator=self.generator)
+        while done < flat.numel():
+            more = min(done, flat.numel() - done)
+            flat[done : done + more].copy_(flat[:more])
+            done += more
+        return x
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """N(0, 1), made in the dtype it is for."""
+        return self.fill(torch.empty(shape, dtype=dtype, device=self.device))
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+        """U(low, high) in fp32."""
+        return torch.empty(shape, device=self.device).uniform_(low, high, generator=self.generator)
+
+
+def draw_qkv(
+    draw: Draw, problem: Problem, rows: tuple[int, int], options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [*rows, H, K] and v [*rows, HV, V] in the inputs' dtype."""
+    c, H, HV = problem.contract, problem.H, problem.HV
+    dtype, shapes = DTYPES[c.input_dtype], ((H, c.K), (H, c.K), (HV, c.V))
+    if options.packed_qkv:
+        sizes = [n * size for n, size in shapes]
+        parts = draw.normal(*rows, sum(sizes), dtype=dtype).split(sizes, -1)
+        q, k, v = (x.unflatten(-1, shape) for x, shape in zip(parts, shapes, strict=True))
+    else:
+        q, k, v = (draw.normal(*rows, *shape, dtype=dtype) for shape in shapes)
+    if not options.use_qk_l2norm:
+        # Keys near unit length, as a model would hand over, yet far enough from it that normalising
+        # again shows.
+        norm = k.float().norm(dim=-1, keepdim=True).clamp(min=1e-3)
+        k.copy_(k.float() / norm * draw.uniform(*rows, H, 1, low=0.6, high=1.0))
+    return q, k, v
+
+
+def draw_beta(draw: Draw, problem: Problem, rows: tuple[int, int], options: Options) -> Tensor:
+    """b [*rows, HV]: logits, or beta itself where the contract says that it is given."""
+    c = problem.contract
+    b = draw.normal(*rows, problem.HV)
+    if c.beta == "given":
+        b = b.sigmoid()
+    b = b.to(DTYPES[c.beta_dtype])
+    return _every_other(b) if options.strided_gates else b
+
+
+def draw_gate(
+    draw: Draw, problem: Problem, rows: tuple[int, int], options: Options
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """a or g [*rows, HV], of KDA [*rows, HV, K]; A_log and dt_bias. As models initialise them:
+    exp(A_log) in 1..16, softplus(dt_bias) in 0.001..0.1, a in N(0, 1).
+    """
+    c = problem.contract
+    heads = problem.H if options.parameters_by_head == "H" else problem.HV
+    width = (c.K,) if c.op == "kda_decode" else ()
+    A_log = draw.uniform(heads, low=1.0, high=16.0).log()
+    dt = draw.uniform(heads, *width, low=math.log(1e-3), high=math.log(0.1)).exp()
+    dt_bias = dt.expm1().log()
+    dtype = DTYPES[c.gate_dtype]
+    a = draw.normal(*rows, problem.HV, *width, dtype=torch.float32 if c.gate == "log" else dtype)
+    if options.gate_shift:
+        a += options.gate_shift
+    if c.gate == "lower_bound":
+        # The sigmoid's slope is what tells gates apart: keep exp(A_log) * (a + dt_bias) within a
+        # few units of it.
+        A_log, dt_bias = A_log / 4, draw.normal(heads, *width) / 4
+    group = problem.HV // heads
+    bias = dt_bias.repeat_interleave(group, 0)
+    if options.extreme_gates:
+        a = _extreme(draw, a, bias)
+    if c.gate == "log":
+        A = A_log.exp().repeat_interleave(group, 0).view(-1, *[1] * len(width))
+        a = (-A * torch.nn.functional.softplus(a + bias)).to(dtype)
+    if options.strided_gates:
+        a = _every_other(a) if not width else _gapped(a)
+    if not c.has_parameters:
+        return a, None, None
+    return a, A_log.to(DTYPES[c.A_log_dtype]), dt_bias.to(DTYPES[c.dt_bias_dtype])
+
+
+def _extreme(draw: Draw, a: Tensor, bias: Tensor) -> Tensor:
+    """Of every six gates in memory order two stay, two lie just above softplus' turn, one each at
+    +-100, beyond exp's range in fp32.
+    """
+    sixth = torch.arange(a.numel(), device=draw.device).view(a.shape) % 6
+    turn = (draw.uniform(*a.shape, low=0.4, high=0.6) - bias).to(a.dtype)
+    far = torch.where(sixth == 2, 100.0, torch.where(sixth == 5, -100.0, a))
+    return torch.where(sixth % 3 == 1, turn, far)
+
+
+def _every_other(x: Tensor) -> Tensor:
+    """The values of x [..., HV], two elements apart in a tensor whose other half is NaN."""
+    return torch.stack((x, torch.full_like(x, math.nan)), -1)[..., 0]
+
+
+def _gapped(x: Tensor) -> Tensor:
+    """The values of x [*rows, HV, K] in a tensor with 16 NaN after each row: each head's K stay
+    contiguous, which kernels load as vectors.
+    """
+    flat = x.flatten(-2)
+    gap = torch.full((*x.shape[:2], 16), math.nan, dtype=x.dtype, device=x.device)
+    return torch.cat((flat, gap), -1)[..., : flat.shape[-1]].unflatten(-1, x.shape[-2:])
