@@ -73,7 +73,7 @@ def _imports(text: str) -> set[str]:
 
 def _includes(source: str) -> set[str]:
     """The files beside a C++ source that it includes in quotes."""
-    names = re.findall(r'^\s*#\s*include\s*"([^"]+)"', _path(source).read_text(), re.MULTILINE)
+    names = re.findall(r'^\s*#\s*include\s*"([^"]+)"', _text(source), re.MULTILINE)
     beside = {str(Path(source).parent / name) for name in names}
     return {b for b in beside if _path(b).exists()}
 
@@ -114,7 +114,7 @@ def closure(sources: tuple[str, ...]) -> list[str]:
         if _is_file(source):
             todo.extend(_includes(source))
         else:
-            todo.extend(_imports(_path(source).read_text()))
+            todo.extend(_imports(_text(source)))
     return sorted(seen, key=_name)
 
 
@@ -122,15 +122,25 @@ def closure(sources: tuple[str, ...]) -> list[str]:
 def fingerprint(sources: tuple[str, ...]) -> str:
     """A short hash of the sources' code: modules (`gdntune.kernels.recurrent`), files below
     gdntune/ (`kernels/cpu/decode.h`), or files elsewhere by their absolute path.
+
+    Names count beside contents, since imports and includes go by them: two modules that changed
+    places are another kernel.
     """
     digest = hashlib.sha256()
-    for source in closure(sources):
-        text = _path(source).read_text()
-        digest.update(_name(source).encode() + b"\0")
-        digest.update(
-            (stripped_cpp(text) if _is_file(source) else stripped_python(text)).encode() + b"\0"
-        )
+    # in this order, files of one name from two folders have one hash in every process and place
+    for name, code in sorted((_name(s), _code(s)) for s in closure(sources)):
+        digest.update(name.encode() + b"\0")
+        digest.update(code.encode() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def _code(source: str) -> str:
+    text = _text(source)
+    return stripped_cpp(text) if _is_file(source) else stripped_python(text)
+
+
+def _text(source: str) -> str:
+    return _path(source).read_text(encoding="utf-8")
 
 
 @cache

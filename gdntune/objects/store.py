@@ -42,6 +42,16 @@ from gdntune.problem import Contract
 # objects, under the name of one.
 CUTE_DSL_VERSION = "4.8.1"
 CUTE_DSL_VERSIONS = ("4.8.0", "4.8.1")
+# The DSL compiles as its variables say (CUTE_DSL_LINEINFO, CUTE_DSL_COMPILER_OPT): all count but
+# those that change no byte, or that the compiling process sets itself.
+_DSL = "CUTE_DSL_"
+_NO_BYTES = {
+    _DSL + name
+    for name in (
+        "ARCH", "CACHE_DIR", "DISABLE_FILE_CACHING", "DUMP_DIR", "JIT_TIME_PROFILING", "LIBS",
+        "LOG_LEVEL", "LOG_TO_CONSOLE", "LOG_TO_FILE", "NO_CACHE",
+    )
+}  # fmt: skip
 BUNDLE_SCHEMA = "gdntune.bundle/1"
 
 
@@ -110,7 +120,9 @@ def toolchain(device: str) -> str:
     and the flags that CXX gives it, with tvm_ffi.
     """
     if device == "cuda":
-        return f"nvidia-cutlass-dsl {CUTE_DSL_VERSION}"
+        asked = {n: v for n, v in os.environ.items() if n.startswith(_DSL) and n not in _NO_BYTES}
+        settings = [f"{name}={value}" for name, value in sorted(asked.items())]
+        return " ".join([f"nvidia-cutlass-dsl {CUTE_DSL_VERSION}", *settings])
     return _cpp_toolchain(tuple(cpu_object.command()))
 
 
@@ -325,19 +337,14 @@ class Store:
 
 def link(objects: list[Path], library: Path, device: str) -> None:
     """Links objects into one shared library, whole or not at all."""
-    compiler = shutil.which("g++" if device == "cpu" else "gcc") or shutil.which("g++")
-    if compiler is None:
-        raise ToolMissing(
-            "no gcc or g++ to link compiled kernels: install one (apt install g++), or load a"
-            " bundle made elsewhere"
-        )
+    compiler = _linker(device)
     openmp = ["-fopenmp"] if device == "cpu" else []
     with tempfile.TemporaryDirectory(prefix="gdntune-") as temporary:
         # a file of arguments: hundreds of paths would pass the limit of a command line
         arguments, linked = Path(temporary, "arguments"), Path(temporary, library.name)
         arguments.write_text("\n".join(_quoted(o) for o in objects))
         done = subprocess.run(
-            [compiler, "-shared", *openmp, "-o", str(linked), f"@{arguments}"],
+            [*compiler, "-shared", *openmp, "-o", str(linked), f"@{arguments}"],
             capture_output=True,
             text=True,
             check=False,
@@ -345,6 +352,20 @@ def link(objects: list[Path], library: Path, device: str) -> None:
         if done.returncode:
             raise BuildError(f"linking {len(objects)} objects failed:\n{done.stderr[-2000:]}")
         write_whole(library, linked.read_bytes())
+
+
+def _linker(device: str) -> list[str]:
+    """The compiler that links: of the CPU's objects the one that made them, with the user's flags
+    (a sanitizer's, say), since these name the libraries that the objects need.
+    """
+    own = [cpu_object.command()] if device == "cpu" else []
+    for command in (*own, ["gcc"] if device == "cuda" else ["g++"], ["g++"]):
+        if shutil.which(command[0]):
+            return command
+    raise ToolMissing(
+        "no gcc or g++ to link compiled kernels: install one (apt install g++), or load a bundle"
+        " made elsewhere"
+    )
 
 
 def _quoted(path: Path) -> str:

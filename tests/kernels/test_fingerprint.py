@@ -1,5 +1,9 @@
 """Fingerprints: what changes an object changes them, and what cannot does not."""
 
+import os
+import subprocess
+import sys
+
 from gdntune import kernels
 from gdntune.kernels import fingerprint as fp
 
@@ -38,3 +42,22 @@ def test_kernels_have_fingerprints_of_their_own():
     """Each kernel's fingerprint is its own."""
     found = {**kernels.fingerprints("cuda"), **kernels.fingerprints("cpu")}
     assert len(set(found.values())) == len(found) == len(kernels.KERNELS)
+
+
+def test_files_of_one_name_have_one_fingerprint(tmp_path):
+    """Fault: two files of one name stood in the order of a set, so that a kernel of a user's had
+    another fingerprint in the next process; and it hung on the system's encoding.
+    """
+    found = set()
+    for one, other, seed in (("a", "b", "1"), ("a", "b", "2"), ("d", "c", "1"), ("d", "c", "3")):
+        for folder, text in ((one, "int x; // é"), (other, "int y;")):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / "k.h").write_text(text, encoding="utf-8")
+        paths = tuple(str(tmp_path / folder / "k.h") for folder in (one, other))
+        code = f"from gdntune.kernels.fingerprint import fingerprint; print(fingerprint({paths!r}))"
+        env = {**os.environ, "PYTHONHASHSEED": seed, "LC_ALL": "C", "PYTHONUTF8": "0"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        )
+        found.add(done.stdout)
+    assert len(found) == 1

@@ -1,6 +1,8 @@
 """An object's key and inputs: whatever changes its bytes makes it another, and nothing else does."""
 
+import ctypes
 import shutil
+import subprocess
 
 import msgspec
 import pytest
@@ -120,3 +122,32 @@ def test_both_versions_of_the_dsl_find_the_same_objects():
     """4.8.0, which vLLM and SGLang pin, and 4.8.1 compile to the same bytes: one name for both."""
     assert store.toolchain("cuda") == "nvidia-cutlass-dsl 4.8.1"
     assert store.CUTE_DSL_VERSIONS == ("4.8.0", "4.8.1")
+
+
+@pytest.mark.parametrize("name", ["CUTE_DSL_LINEINFO", "CUTE_DSL_COMPILER_OPT"])
+def test_the_dsls_variables_count(monkeypatch, name):
+    """Fault: an object that was compiled under CUTE_DSL_LINEINFO=1 had the key of one that was not,
+    and other bytes.
+    """
+    plain = store.toolchain("cuda")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    monkeypatch.setenv("CUTE_DSL_LOG_LEVEL", "20")
+    assert store.toolchain("cuda") == plain
+    monkeypatch.setenv(name, "1")
+    assert store.toolchain("cuda") == f"{plain} {name}=1"
+
+
+def test_the_compiler_that_made_them_links(monkeypatch, tmp_path):
+    """Fault: where CXX names the one compiler that is here, objects were made and never linked."""
+    (tmp_path / "my-g++").symlink_to(shutil.which("g++"))
+    monkeypatch.setenv("CXX", f"{tmp_path / 'my-g++'} -DX")
+    for program in ("as", "ld", "collect2"):
+        if found := shutil.which(program):
+            (tmp_path / program).symlink_to(found)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    source = tmp_path / "a.cpp"
+    source.write_text("int a() { return 1; }")
+    compiler = cpu_object.command()
+    subprocess.run([*compiler, "-fPIC", "-c", source, "-o", tmp_path / "a.o"], check=True)
+    store.link([tmp_path / "a.o"], tmp_path / "a.so", "cpu")
+    assert ctypes.CDLL(str(tmp_path / "a.so"))._Z1av() == 1
