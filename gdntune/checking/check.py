@@ -23,10 +23,9 @@ ARITHMETIC = 64 is about four times what fp32 loses at worst. Softplus as log(1 
 u, which exp(A_log) = 16 makes 16 u of the decay; a sum over K = 256 in one chain loses up to 10 u
 of the row; fast exp, rsqrt and division 2 to 4 u each.
 Measured on random cases: 3 u for PyTorch's fp32; 17 u for fused sums in one chain with approximate
-    gates; 19 u for `recurrent` on an
-H100 80GB HBM3 over 16 contracts (2026-11-28). What is refused is far off: a decay, beta or
-normalised k rounded to bf16 is off by
-2^-9, 32768 u; a sigmoid by tanh.approx by 2^-11.
+gates; 19 u for `recurrent` on an H100 80GB HBM3 over 16 contracts (2026-11-28). What is refused is
+far off: a decay, beta or normalised k rounded to bf16 is off by 2^-9, 32768 u; a sigmoid by
+tanh.approx by 2^-11.
 """
 
 import dataclasses
@@ -101,8 +100,8 @@ class _Part:
     """The places of one tensor that a call must have written, and what they must hold.
 
     places [n] int64 into the tensor's leading dimensions taken as one; want [n, rows, values] fp64;
-    half: half its spacing;
-    value [n, rows, values] and row [n, rows]: one over what the excess may be.
+    half: half its spacing; per_value [n, rows, values] and per_row [n, rows]: one over what the
+    excess may be; zero [n]: must be exactly zero.
     """
 
     name: str
@@ -131,6 +130,8 @@ class _Part:
         source = held[places]
         want = values[source].double()
         norm = want.norm(dim=-1)
+        # An output row can be near zero by chance, where S q cancels; rounding is lost at the scale
+        # of what was summed.
         if reach is not None:
             norm = torch.maximum(norm, reach[source].double())
         row = TOLERANCE * tokens[source].clamp(min=1).double().view(-1, *[1] * (norm.ndim - 1))
@@ -140,6 +141,7 @@ class _Part:
             places,
             want,
             half_spacing(want, dtype),
+            # Of a row of zeros the excess may be fp32's smallest number, which kernels may flush.
             1 / (value + TINY),
             1 / (row * norm + TINY),
             torch.zeros_like(source, dtype=torch.bool) if zero is None else zero[source],
@@ -179,9 +181,9 @@ def _coordinates(case: Case, name: str, leading: int, rest: Sequence[int]) -> st
 class Truth:
     """The right result of one case, computed once and compared with any number of kernels' results.
 
-    before: the case as it was before the call; it is kept and must not be written to. requests:
-        judge these alone, and
-    not whether anything else was touched (for cases too large to compute whole).
+    before: the case as it was before the call; it is kept and must not be written to.
+    requests: judge these alone, and not whether anything else was touched (for cases too large to
+        compute whole).
     """
 
     def __init__(self, before: Case, requests: Sequence[int] | None = None):
@@ -213,6 +215,8 @@ class Truth:
 
     def judge(self, after: Case) -> Verdict:
         """The verdict on a clone of `before` that a kernel was called with."""
+        # A fault of the kernel under test comes up here, under its own name, and not in the next
+        # variant's check.
         if after.q.is_cuda:
             torch.cuda.synchronize(after.q.device)
         worst = Verdict(True, 0.0, "nothing was to be written")
@@ -274,6 +278,7 @@ class Truth:
                         at = (part.places // old.shape[1], part.places % old.shape[1])
                         view[at] = old[at]
             was = whole(old)
+            # As integers: the poison is NaN, which equals nothing, and -0.0 is not 0.0.
             if torch.equal(_bits(was), _bits(now)):
                 continue
             at_storage = int((_bits(was) != _bits(now)).nonzero()[0, 0])
@@ -320,21 +325,26 @@ def recipes(contract: Contract, thorough: bool = False) -> Iterator[tuple[Proble
     in every way at least once.
     """
     c = contract
+    # Fewer requests where their states are large: the reference holds them in fp64.
     heads = c.K * c.V * (c.tokens if c.intermediate != "none" else 1)
     B = 5 if heads <= 2**16 else 4
 
     def lengths(B: int) -> dict[str, Any]:
-        # the first request is full, the second empty
+        # The first request is full, the second empty: both ends, whatever B is.
         return (
             {"lengths": [(c.tokens, 0, 1, c.tokens)[n % 4] for n in range(B)], "tail_rows": 2}
             if c.ragged
             else {}
         )
 
+    # The gates at decays of e^-0.4 to e^-4, where an error of theirs shows best; HV = 3 is no power
+    # of two.
     yield Problem(c, 2, 1, 3), {**lengths(2), "gate_shift": 0.0 if c.gate == "lower_bound" else 2.0}
     pool: dict[str, Any] = (
         {"padding": 0.4, "skipped": 0.2, "out_of_range": True, "split": True} if c.pool else {}
     )
+    # All that is odd in memory at once: what a kernel gets wrong there is an address, which no
+    # other option hides.
     awkward = {
         "index_dtype": torch.int64,
         "slot_stride_pad": 64,
@@ -347,12 +357,14 @@ def recipes(contract: Contract, thorough: bool = False) -> Iterator[tuple[Proble
         "neg_eigval": True,
     }
     yield Problem(c, B, 2, 4), {**awkward, **pool, **lengths(B)}
+    # What is odd in the formula, on plain memory.
     plain = {"use_qk_l2norm": False, "scale": 0.3, "extreme_gates": True, "strided_indices": True}
     yield (
         Problem(c, 3, 2, 2),
         {**plain, "softplus_beta": 1.5, "softplus_threshold": 0.5, "lower_bound": -3.0},
     )
     if thorough:
+        # More requests than a warp has lanes.
         yield Problem(c, 33, 1, 1), {**pool, **lengths(33)}
         yield Problem(c, 2, 4, 12), {**lengths(2), "extra_steps": 3}
         if c.pool:
@@ -387,6 +399,7 @@ class Checker:
         """
         worst = Verdict(True, 0.0, "nothing was checked")
         for name, truth in self.cases:
+            # A clone a variant: the truth's own tensors are what is compared with later.
             case = truth.before.clone()
             function(*case.arguments())
             verdict = truth.judge(case)

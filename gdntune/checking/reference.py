@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdntune.errors import UnsupportedProblem
+from gdntune.checking.places import Given, Places, places, present
 from gdntune.problem import Contract
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -42,13 +42,6 @@ def recurrence(
     return torch.stack(outputs, 1), torch.stack(states, 1)
 
 
-def _present(x: Tensor | None, name: str) -> Tensor:
-    """x, or UnsupportedProblem where it is None."""
-    if x is None:
-        raise UnsupportedProblem(f"{name}=None: this contract has {name}, pass the tensor")
-    return x
-
-
 def normalised(x: Tensor) -> Tensor:
     """x over its Euclidean norm along the last dimension."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPSILON)
@@ -64,6 +57,7 @@ def rated_softplus(A_log: Tensor, x: Tensor, beta: float, threshold: float) -> T
     softplus is exp, and one exp serves both.
     """
     scaled = beta * x
+    # Below -40, log(1 + exp(x)) is exp(x) to fp64's last bit but for 2e-18 of it.
     vanishing = (A_log + scaled).exp() / beta
     return torch.where(
         (A_log > LARGE_LOG) & (scaled < -40), vanishing, A_log.exp() * softplus(x, beta, threshold)
@@ -74,6 +68,8 @@ def rated(A_log: Tensor, x: Tensor) -> Tensor:
     """exp(A_log) x, also where the first overflows: in two factors, which reach as far as any x
     above zero needs.
     """
+    # exp(A_log / 2) twice: each factor is finite in fp32, and where their product is not, the
+    # sigmoid that takes it is 0 or 1 long before.
     half = (A_log.clamp(max=2 * LARGE_LOG) / 2).exp()
     return torch.where(A_log > LARGE_LOG, x * half * half, A_log.exp() * x)
 
@@ -98,9 +94,10 @@ def gates(
     HV = b.shape[-1]
     x = a if contract.op == "kda_decode" else a[..., None]
     if contract.gate == "log":
+        # The caller has made the log already, so A_log and dt_bias are not there.
         log_decay = x
     else:
-        A_log, dt_bias = _present(A_log, "A_log"), _present(dt_bias, "dt_bias")
+        A_log, dt_bias = present(A_log, "A_log"), present(dt_bias, "dt_bias")
         A_log = A_log.repeat_interleave(HV // A_log.shape[0], 0)[:, None]
         bias = dt_bias.repeat_interleave(HV // dt_bias.shape[0], 0)
         x = x + (bias if contract.op == "kda_decode" else bias[:, None])
@@ -110,97 +107,6 @@ def gates(
             log_decay = -rated_softplus(A_log, x, softplus_beta, softplus_threshold)
     beta = torch.sigmoid(b) if contract.beta == "logit" else b
     return log_decay.exp(), beta * beta_scale
-
-
-@dataclasses.dataclass(frozen=True)
-class Places:
-    """Where each request reads and writes; int64, -1 is nowhere.
-
-    start [B]: slot of the state to start from; -1 makes the request padding: nothing is written but
-    zeros to its output rows. rows [B, T]: row of q, k, v, a, b and output, both leading dimensions
-    taken as one. final [B]: slot of the final state. cells [B, T]: slot (`slots`) or row*steps +
-    step of the intermediate buffer.
-    """
-
-    start: Tensor
-    rows: Tensor
-    final: Tensor
-    cells: Tensor
-
-
-def places(
-    contract: Contract,
-    *,
-    state: Tensor,
-    q: Tensor,
-    read_index: Tensor | None = None,
-    write_index: Tensor | None = None,
-    slot_index: Tensor | None = None,
-    accepted: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    intermediate: Tensor | None = None,
-    null_index: int = -1,
-) -> Places:
-    """The places of a call, with every clamp that the convention states.
-
-    An index that is negative, `null_index` or outside its tensor is padding. Ragged lengths are
-    clamped to 0..tokens and to the rows there are; a request of length 0 has its start state as
-    final state. accepted is clamped to 1..columns. A token beyond the columns of slot_index, or
-    beyond the buffer's steps, writes no intermediate state.
-    """
-    device, slots = q.device, state.shape[0]
-
-    def inside(index: Tensor, size: int) -> Tensor:
-        index = index.to(torch.int64)
-        return torch.where((index >= 0) & (index < size) & (index != null_index), index, -1)
-
-    if contract.ragged:
-        bounds, total = _present(cu_seqlens, "cu_seqlens").to(torch.int64), q.shape[1]
-        B, T = bounds.numel() - 1, contract.tokens
-        first = bounds[:-1].clamp(0, total)
-        length = (bounds[1:].clamp(max=total) - first).clamp(0, T)
-    else:
-        B, T = q.shape[:2]
-        first = torch.arange(B, device=device) * T
-        length = torch.full((B,), T, device=device)
-    request, token = torch.arange(B, device=device), torch.arange(T, device=device)
-    real = token < length[:, None]
-    rows = torch.where(real, first[:, None] + token, -1)
-
-    if contract.intermediate == "slots":
-        slot_index = _present(slot_index, "slot_index")
-        column = torch.zeros_like(request)
-        if contract.accepted:
-            column = (
-                _present(accepted, "accepted").to(torch.int64).clamp(1, slot_index.shape[1]) - 1
-            )
-        start = inside(slot_index.gather(1, column[:, None])[:, 0], slots)
-    elif contract.pool:
-        start = inside(_present(read_index, "read_index"), slots)
-    else:
-        start = request
-    live = start >= 0
-
-    final = torch.full_like(start, -1)
-    if contract.mode == "update":
-        final = start
-        if contract.pool:
-            final = torch.where(live, inside(_present(write_index, "write_index"), slots), -1)
-
-    cells = torch.full_like(rows, -1)
-    if contract.intermediate == "slots":
-        slot_index = _present(slot_index, "slot_index")
-        columns = min(T, slot_index.shape[1])
-        cells[:, :columns] = inside(slot_index[:, :columns], slots)
-    elif contract.intermediate != "none":
-        intermediate = _present(intermediate, "intermediate")
-        steps = intermediate.shape[1]
-        row = request
-        if contract.intermediate == "indexed":
-            row = inside(_present(slot_index, "slot_index"), intermediate.shape[0])
-        cells = torch.where((row[:, None] >= 0) & (token < steps), row[:, None] * steps + token, -1)
-    cells = torch.where(real & live[:, None], cells, -1)
-    return Places(start, rows, final, cells)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +139,7 @@ def _held(size: int, *writes: tuple[Tensor, Tensor]) -> Tensor:
     held = torch.full((size,), -1, dtype=torch.int64, device=writes[0][0].device)
     for place, identity in writes:
         written = place >= 0
+        # Writes to one place come one after another, so the last stays, as in a kernel's order.
         held[place[written]] = identity[written]
     return held
 
@@ -240,96 +147,67 @@ def _held(size: int, *writes: tuple[Tensor, Tensor]) -> Tensor:
 def trace(
     contract: Contract,
     *,
-    state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    read_index: Tensor | None = None,
-    write_index: Tensor | None = None,
-    slot_index: Tensor | None = None,
-    accepted: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    intermediate: Tensor | None = None,
-    output: Tensor | None = None,
-    scale: float | None = None,
-    softplus_beta: float = 1.0,
-    softplus_threshold: float = 20.0,
-    lower_bound: float = -5.0,
-    beta_scale: float = 1.0,
-    null_index: int = -1,
-    use_qk_l2norm: bool | int = True,
     dtype: torch.dtype = torch.float64,
     requests: Tensor | None = None,
+    **tensors: Any,
 ) -> Trace:
     """A call's results request by request, without a copy of the pool: what `decode` lays out.
 
-    Arguments are those of the calling convention; scale None is K**-0.5. requests [n] int64:
-    compute these alone, the rest counts as untouched (so that a few requests of a large call can be
-    judged).
+    tensors: the fields of `Given`. requests [n] int64: compute these alone, the rest counts as
+    untouched (so that a few requests of a large call can be judged).
     """
-    where = places(
-        contract,
-        state=state,
-        q=q,
-        read_index=read_index,
-        write_index=write_index,
-        slot_index=slot_index,
-        accepted=accepted,
-        cu_seqlens=cu_seqlens,
-        intermediate=intermediate,
-        null_index=null_index,
-    )
+    given = Given(**tensors)
+    where = places(contract, given)
     if requests is not None:
-        where = Places(
-            where.start[requests],
-            where.rows[requests],
-            where.final[requests],
-            where.cells[requests],
-        )
+        where = where.of(requests)
+    outputs, kept, reaches = _computed(contract, given, where, dtype)
     B, T = where.rows.shape
-    HV = v.shape[2]
-    real = (where.rows >= 0) & (where.start >= 0)[:, None]
-
-    def tokens_of(x: Tensor) -> Tensor:
-        """[B, T, ...] in the compute dtype, zero where there is no token: what lies there may be
-        NaN.
-        """
-        if x.shape[0] * x.shape[1] == 0:
-            return torch.zeros((B, T, *x.shape[2:]), dtype=dtype, device=x.device)
-        row = where.rows.clamp(min=0)
-        x = x[row // x.shape[1], row % x.shape[1]].to(dtype)
-        return torch.where(real.view(B, T, *[1] * (x.ndim - 2)), x, 0)
-
-    query, key = tokens_of(q), tokens_of(k)
-    if use_qk_l2norm:
-        query, key = normalised(query), normalised(key)
-    query = query * (q.shape[-1] ** -0.5 if scale is None else scale)
-    query, key = (x.repeat_interleave(HV // x.shape[2], 2) for x in (query, key))
-    decay, beta = gates(
-        contract,
-        tokens_of(a),
-        tokens_of(b),
-        None if A_log is None else A_log.detach().to(dtype),
-        None if dt_bias is None else dt_bias.detach().to(dtype),
-        softplus_beta,
-        softplus_threshold,
-        lower_bound,
-        beta_scale,
+    device = given.q.device
+    # Which of the kept states each place gets, as an index into all of them flattened.
+    identity = torch.arange(B * kept.shape[1], device=device).view(B, -1)
+    every = contract.intermediate != "none"
+    each = [(where.cells[:, t], identity[:, t]) for t in range(T if every else 0)]
+    # The final state is written last: its slot may be the column of a token before.
+    in_pool = [*(each if contract.intermediate == "slots" else ()), (where.final, identity[:, -1])]
+    buffer = None
+    if contract.intermediate in ("dense", "indexed"):
+        buffer = _held(given.tensor("intermediate").shape[:2].numel(), *each)
+    length = where.real.sum(1, keepdim=True)
+    seen = torch.minimum(torch.arange(1, T + 1, device=device), length)
+    of_rows = (where.rows, torch.arange(B * T, device=device).view(B, T))
+    return Trace(
+        output=outputs.flatten(0, 1),
+        states=kept.flatten(0, 1),
+        output_from=_held(given.v.shape[:2].numel(), of_rows),
+        state_from=_held(given.state.shape[0], *in_pool),
+        intermediate_from=buffer,
+        output_tokens=seen.flatten(),
+        state_tokens=seen[:, T - kept.shape[1] :].flatten(),
+        zero=~where.real.flatten(),
+        reach=reaches.flatten(0, 1),
     )
-    # where there is no token the state passes unchanged, so the last state of every request is its
-    # final one
-    decay = torch.where(real[..., None, None], decay, 1)
-    beta = torch.where(real[..., None], beta, 0)
-    start = state[where.start.clamp(min=0)].to(dtype)
+
+
+def _computed(
+    contract: Contract, given: Given, where: Places, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By request: the outputs [B, T, HV, V]; the states [B, T, HV, V, K] after each token, or the
+    last alone [B, 1, ...] where none between is wanted; the outputs' reach [B, T, HV] (see `Trace`).
+    """
+    real, HV, K = where.real, given.v.shape[2], given.q.shape[-1]
+    query, key = (_tokens(x, where, dtype) for x in (given.q, given.k))
+    if given.use_qk_l2norm:
+        query, key = normalised(query), normalised(key)
+    query = query * (K**-0.5 if given.scale is None else given.scale)
+    query, key = (x.repeat_interleave(HV // x.shape[2], 2) for x in (query, key))
+    value = _tokens(given.v, where, dtype)
+    decay, beta = _gates_of(contract, given, where, dtype)
+    start = given.state[where.start.clamp(min=0)].to(dtype)
     if contract.layout == "v_last":
         start = start.transpose(-1, -2)
-    every = contract.intermediate != "none"
-    value = tokens_of(v)
     outputs, states, reaches = [], [], []
+    T = where.rows.shape[1]
+    # Token by token: T states of a large call in fp64 would not fit beside the call itself.
     for t in range(T):
         one = slice(t, t + 1)
         o, after = recurrence(
@@ -338,39 +216,42 @@ def trace(
         start = after[:, 0]
         # 0 * NaN: a padding request may have met a NaN in the slot that stood in for none
         outputs.append(torch.where(real[:, t, None, None], o[:, 0], 0))
-        reaches.append(
-            start.flatten(-2).norm(dim=-1) * query[:, t].norm(dim=-1) * q.shape[-1] ** -0.5
-        )
-        if every or t == T - 1:
+        reaches.append(start.flatten(-2).norm(dim=-1) * query[:, t].norm(dim=-1) * K**-0.5)
+        if contract.intermediate != "none" or t == T - 1:
             states.append(start)
+    return torch.stack(outputs, 1), torch.stack(states, 1), torch.stack(reaches, 1)
 
-    rows = _held(
-        v.shape[0] * v.shape[1], (where.rows, torch.arange(B * T, device=q.device).view(B, T))
+
+def _tokens(x: Tensor, where: Places, dtype: torch.dtype) -> Tensor:
+    """x [B, T, ...] in the compute dtype, zero where there is no token: what lies there may be
+    NaN.
+    """
+    if x.shape[0] * x.shape[1] == 0:
+        return torch.zeros((*where.rows.shape, *x.shape[2:]), dtype=dtype, device=x.device)
+    row = where.rows.clamp(min=0)
+    taken = x[row // x.shape[1], row % x.shape[1]].to(dtype)
+    return torch.where(where.real.view(*row.shape, *[1] * (x.ndim - 2)), taken, 0)
+
+
+def _gates_of(
+    contract: Contract, given: Given, where: Places, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The decay and beta of each token. Where there is none the state passes unchanged, so the last
+    state of every request is its final one.
+    """
+    decay, beta = gates(
+        contract,
+        _tokens(given.a, where, dtype),
+        _tokens(given.b, where, dtype),
+        None if given.A_log is None else given.A_log.detach().to(dtype),
+        None if given.dt_bias is None else given.dt_bias.detach().to(dtype),
+        given.softplus_beta,
+        given.softplus_threshold,
+        given.lower_bound,
+        given.beta_scale,
     )
-    kept = len(states)
-    last = torch.arange(B, device=q.device) * kept + kept - 1
-    each = [
-        (where.cells[:, t], torch.arange(B, device=q.device) * kept + t)
-        for t in range(T if every else 0)
-    ]
-    in_pool = each if contract.intermediate == "slots" else []
-    buffer = None
-    if contract.intermediate in ("dense", "indexed"):
-        intermediate = _present(intermediate, "intermediate")
-        buffer = _held(intermediate.shape[0] * intermediate.shape[1], *each)
-    length = real.sum(1, keepdim=True)
-    seen = torch.minimum(torch.arange(1, T + 1, device=q.device), length)
-    return Trace(
-        torch.stack(outputs, 1).flatten(0, 1),
-        torch.stack(states, 1).flatten(0, 1),
-        rows,
-        _held(state.shape[0], *in_pool, (where.final, last)),
-        buffer,
-        seen.flatten(),
-        seen[:, T - kept :].flatten(),
-        ~real.flatten(),
-        torch.stack(reaches, 1).flatten(0, 1),
-    )
+    real = where.real[..., None]
+    return torch.where(real[..., None], decay, 1), torch.where(real, beta, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,9 +276,8 @@ def decode(contract: Contract, *, dtype: torch.dtype = torch.float64, **tensors:
     those of `trace`.
 
     The state stays in `dtype` between the tokens of a call and is returned unrounded: `stored`
-        rounds it. All states are read
-    before any is written. Rows of the output that belong to no request keep what `output` held,
-    zeros without one.
+    rounds it. All states are read before any is written. Rows of the output that belong to no
+    request keep what `output` held, zeros without one.
     """
     t = trace(contract, dtype=dtype, **tensors)
     given, buffer = tensors.get("output"), tensors.get("intermediate")

@@ -7,7 +7,8 @@ import torch
 
 from gdntune.checking.cases import floor_case, make_case, whole
 from gdntune.checking.draw import BLOCK
-from gdntune.checking.reference import DTYPES, decode, places
+from gdntune.checking.places import Given, places
+from gdntune.checking.reference import DTYPES, decode
 from gdntune.errors import UnsupportedProblem
 from gdntune.kernels.spec import DECODE_ARGUMENTS
 from gdntune.problem import Contract, Problem
@@ -162,21 +163,7 @@ def test_padding(intermediate):
     )
     case = make_case(Problem(contract, 20, 1, 1), padding=0.5, null_index=3, out_of_range=True)
     tensors = case.tensors()
-    where = places(
-        contract,
-        **{
-            n: tensors[n]
-            for n in (
-                "state",
-                "q",
-                "read_index",
-                "write_index",
-                "slot_index",
-                "accepted",
-                "null_index",
-            )
-        },
-    )
+    where = places(contract, Given(**tensors))
     padded = where.start < 0
     assert padded.sum() == 10
     assert (
