@@ -36,6 +36,9 @@ def whole(x: Tensor) -> Tensor:
 class Case:
     """The arguments of one call, in the order and by the names of DECODE_ARGUMENTS; a tensor that
     the contract lacks is None.
+
+    mixed [B*T, 2*H*K + HV*V]: q, k and v packed in rows besides, where a producer writes them so
+    too, for calls that take them so.
     """
 
     problem: Problem
@@ -61,6 +64,7 @@ class Case:
     beta_scale: float = 1.0
     null_index: int = -1
     use_qk_l2norm: int = 1
+    mixed: Tensor | None = None
 
     @property
     def contract(self) -> Contract:

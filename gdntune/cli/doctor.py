@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from gdntune import kernels
+from gdntune import kernels, peers
 from gdntune.device import arch, cupti, nvml
 from gdntune.errors import TableError, ToolMissing
 from gdntune.kernels import cpu_object
@@ -59,7 +59,7 @@ def examine(index: int = 0) -> list[Finding]:
         _tvm_ffi,
         _cache,
     ]
-    return [look() for look in looks] + _tables(index)
+    return [look() for look in looks] + _peers() + _tables(index)
 
 
 def _version(package: str) -> str | None:
@@ -195,6 +195,21 @@ def _cache() -> Finding:
         remedy = "set GDNTUNE_CACHE_DIR to a folder that you may write to"
         return Finding("cache", "hinders", f"{root}: {e.strerror or e}", meaning, remedy)
     return Finding("cache", "ok", str(root), meaning)
+
+
+def _peers() -> list[Finding]:
+    """The other libraries that are installed, each beside the version that its adapter is for."""
+    meaning = "`gdntune bench` times it beside ours"
+    found = []
+    for name in peers.PEERS:
+        peer = peers.get(name)
+        if peer.absent():
+            continue
+        differs = peer.differs()
+        remedy = f"{'; '.join(differs)}: what moved has no times; {peer.remedy}" if differs else ""
+        status: Literal["ok", "note"] = "note" if differs else "ok"
+        found.append(Finding(f"peer {name}", status, peer.version(), meaning, remedy))
+    return found
 
 
 def put_to_use(device: arch.Device, path: Path | str, ops: Iterable[str]) -> str:

@@ -53,7 +53,12 @@ class Expected:
         """The verdict on what the call returned and left in the case."""
         c, p = self.contract, case.problem
         rows = bound.output(returned).reshape(p.B, c.tokens, p.HV, c.V)
-        parts = [("output", _error(rows[self.index], self.output), TOLERANCES[c.input_dtype])]
+        wanted = self.output
+        if bound.epilogue is not None:
+            n = len(self.requests)
+            shaped = wanted.reshape(n, c.tokens, p.HV, c.V).double()
+            wanted = bound.epilogue(shaped, self.index)
+        parts = [("output", _error(rows[self.index], wanted), TOLERANCES[c.input_dtype])]
         if bound.state is not None:
             places = self.index if bound.rows is None else bound.rows.long()[self.index]
             got = self._k_last(bound.state(returned)[places])

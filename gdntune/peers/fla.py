@@ -12,8 +12,28 @@ from typing import Any
 from torch import Tensor
 
 from gdntune.checking.cases import Case
-from gdntune.peers.spec import Bound, Entry, Peer, imported, slots_of, unless
+from gdntune.peers.spec import Bound, Entry, Function, Peer, slots_of, unless
 from gdntune.problem import Problem
+
+_SHARED = (
+    "q k v g beta initial_state use_gate_in_kernel A_log dt_bias use_beta_sigmoid_in_kernel"
+    " use_qk_l2norm_in_kernel state_v_first cu_seqlens scale"
+)
+GDN = Function(
+    "fla.ops.gated_delta_rule.fused_recurrent",
+    "fused_recurrent_gated_delta_rule",
+    (*_SHARED.split(), "output_final_state"),
+)
+# The function below fused_recurrent_kda: it alone updates in place, takes slots, and has no output
+# to fill with zeros first.
+KDA = Function(
+    "fla.ops.kda.fused_recurrent",
+    "fused_recurrent_kda_fwd",
+    (
+        *_SHARED.split(),
+        *"out lower_bound inplace_final_state ssm_state_indices num_accepted_tokens".split(),
+    ),
+)
 
 
 def _gate(case: Case) -> dict[str, Any]:
@@ -49,9 +69,7 @@ def _refuse_gdn(p: Problem) -> str | None:
 
 
 def _bind_gdn(case: Case) -> Bound:
-    function = imported(
-        "fla.ops.gated_delta_rule.fused_recurrent", "fused_recurrent_gated_delta_rule"
-    )
+    function = GDN.load()
     writes = case.contract.mode == "update"
     arguments = {
         "q": case.q,
@@ -86,9 +104,7 @@ def _refuse_kda(p: Problem) -> str | None:
 
 
 def _bind_kda(case: Case) -> Bound:
-    # The function below fused_recurrent_kda: it alone updates in place, takes slots, and has no
-    # output to fill with zeros first.
-    function = imported("fla.ops.kda.fused_recurrent", "fused_recurrent_kda_fwd")
+    function = KDA.load()
     c = case.contract
     writes = c.mode == "update"
     arguments = {
@@ -119,6 +135,7 @@ PEER = Peer(
     name="fla",
     packages=("fla", "triton"),
     distributions=("fla-core", "flash-linear-attention"),
+    written_for="0.6.0",
     remedy="pip install 'gdntune[peers]'",
     entries=(
         Entry(
@@ -126,12 +143,14 @@ PEER = Peer(
             refuse=_refuse_gdn,
             bind=_bind_gdn,
             form="on states in the requests' order; the new state and the output are new tensors",
+            functions=(GDN,),
         ),
         Entry(
             name="fused_recurrent_kda",
             refuse=_refuse_kda,
             bind=_bind_kda,
             form="its in-place form; by slots where the contract has a pool",
+            functions=(KDA,),
         ),
     ),
 )

@@ -1,5 +1,5 @@
 """FlashInfer's CuTe DSL kernels: GDN decode and verify in both state dtypes, its tensor-core
-verify, recurrent KDA.
+verifies of GDN and KDA, its ring of corrections, recurrent KDA.
 
 The functions take their own thresholds from B*HV; `backend` names these kernels, so that no other
 is tried first.
@@ -7,6 +7,7 @@ is tried first.
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from gdntune.errors import UnsupportedProblem
 from gdntune.peers.spec import (
     Bound,
     Entry,
+    Function,
     Peer,
     beyond_reach,
-    imported,
+    dense_pool,
+    dense_steps,
     intermediate_elements,
     packed,
     slots_of,
@@ -28,6 +31,71 @@ from gdntune.peers.spec import (
 )
 from gdntune.problem import ITEMSIZE, Contract, Problem
 from gdntune.sol import state_bytes
+
+_GDN = "q k v A_log a dt_bias b scale output use_qk_l2norm"
+PRETRANSPOSE = Function(
+    "flashinfer.gdn_decode",
+    "gated_delta_rule_decode_pretranspose",
+    tuple(
+        f"{_GDN} state initial_state initial_state_indices intermediate_states_buffer"
+        " disable_state_update backend".split()
+    ),
+)
+MTP = Function(
+    "flashinfer.gdn_decode",
+    "gated_delta_rule_mtp",
+    tuple(
+        f"{_GDN} initial_state initial_state_indices intermediate_states_buffer"
+        " disable_state_update".split()
+    ),
+)
+V_LAST = Function(
+    "flashinfer.gdn_decode", "gated_delta_rule_decode", tuple(f"{_GDN} state backend".split())
+)
+WY = Function(
+    "flashinfer.gdn_kernels",
+    "gated_delta_rule_mtp_wy_output_only",
+    tuple(
+        "A_log a dt_bias softplus_beta softplus_threshold q k v b scale initial_state_source"
+        " initial_state_indices disable_state_update use_qk_l2norm_in_kernel output".split()
+    ),
+)
+UCACHE = Function(
+    "flashinfer.gdn_kernels",
+    "gated_delta_rule_mtp_ucache_flush",
+    tuple(
+        "A_log a dt_bias q k v b scale output initial_state_source initial_state_indices k_cache"
+        " u_cache g_cache hist_len cache_base restart_hist_on_flush".split()
+    ),
+)
+# The function below both public ones of this name: packed rows of a decode cannot be taken for a
+# prefill there.
+KDA = Function(
+    "flashinfer.kda_kernels.recurrent_kda",
+    "run_recurrent_kda",
+    tuple(
+        "q k v g beta output A_log dt_bias scale initial_state output_final_state"
+        " use_qk_l2norm_in_kernel use_gate_in_kernel lower_bound beta_is_logit backend cu_seqlens"
+        " ssm_state_indices num_spec_tokens num_accepted_tokens".split()
+    ),
+)
+KDA_WY = Function(
+    "flashinfer.kda_kernels.kda_decode_wy_output_only",
+    "kda_wy_output_only",
+    tuple(
+        "q k v g beta initial_state_source initial_state_indices A_log dt_bias scale"
+        " use_gate_in_kernel lower_bound beta_is_logit output".split()
+    ),
+)
+RECOVER = Function(
+    "flashinfer.kda_kernels.kda_decode_wy_output_only",
+    "kda_recoverssm_verify",
+    tuple(
+        "q k v raw_g raw_beta A_log dt_bias lower_bound checkpoint_state correction_cache kg_cache"
+        " query_start_loc state_indices spec_query_len out use_gate_in_kernel beta_is_logit scale"
+        " null_min".split()
+    ),
+)
 
 # Rows that the tensor-core verify works on, whatever T is.
 WY_TOKENS = 16
@@ -91,9 +159,11 @@ def _first(returned: Any) -> Tensor:
     return output
 
 
-def _in_place(case: Case, call: Any, rows: Tensor | None) -> Bound:
+def _in_place(case: Case, call: Any, rows: Tensor | None, steps: Tensor | None = None) -> Bound:
+    """A call that updates the case's states, and writes those between tokens to `steps`."""
     state = (lambda _: case.state) if case.contract.mode == "update" else None
-    return Bound(call, _first, state, rows)
+    between = None if steps is None else lambda _: steps
+    return Bound(call, _first, state, rows, intermediate=between)
 
 
 # -- gated_delta_rule_decode_pretranspose
@@ -114,21 +184,21 @@ def _refuse_pretranspose(p: Problem) -> str | None:
 
 
 def _bind_pretranspose(case: Case) -> Bound:
-    function = imported("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose")
+    function = PRETRANSPOSE.load()
     c = case.contract
     arguments = {**_gdn(case), "output": case.output, "state": None, "backend": "flashinfer"}
     if c.pool or c.state_dtype == "bf16":
         arguments |= _pool(case)
     else:
         arguments["state"] = case.state
+    steps = dense_steps(case)
     if c.tokens > 1:
         arguments |= {
-            "intermediate_states_buffer": case.intermediate,
+            "intermediate_states_buffer": steps,
             "disable_state_update": c.mode == "frozen",
         }
-    return _in_place(
-        case, functools.partial(function, **arguments), arguments.get("initial_state_indices")
-    )
+    rows = arguments.get("initial_state_indices")
+    return _in_place(case, functools.partial(function, **arguments), rows, steps)
 
 
 # -- gated_delta_rule_mtp
@@ -141,18 +211,18 @@ def _refuse_mtp(p: Problem) -> str | None:
 
 
 def _bind_mtp(case: Case) -> Bound:
-    function = imported("flashinfer.gdn_decode", "gated_delta_rule_mtp")
+    function = MTP.load()
+    steps = dense_steps(case)
     arguments = {
         **_gdn(case),
         **_pool(case),
         "output": case.output,
-        "intermediate_states_buffer": case.intermediate,
+        "intermediate_states_buffer": steps,
         # Its default is about to change from True to False.
         "disable_state_update": case.contract.mode == "frozen",
     }
-    return _in_place(
-        case, functools.partial(function, **arguments), arguments["initial_state_indices"]
-    )
+    rows = arguments["initial_state_indices"]
+    return _in_place(case, functools.partial(function, **arguments), rows, steps)
 
 
 # -- gated_delta_rule_decode
@@ -173,7 +243,7 @@ def _refuse_v_last(p: Problem) -> str | None:
 
 
 def _bind_v_last(case: Case) -> Bound:
-    function = imported("flashinfer.gdn_decode", "gated_delta_rule_decode")
+    function = V_LAST.load()
     arguments = {**_gdn(case), "state": case.state, "output": case.output, "backend": "flashinfer"}
     return Bound(functools.partial(function, **arguments), _first, lambda _: case.state)
 
@@ -187,7 +257,7 @@ def _refuse_wy(p: Problem) -> str | None:
 
 
 def _bind_wy(case: Case) -> Bound:
-    function = imported("flashinfer.gdn_kernels", "gated_delta_rule_mtp_wy_output_only")
+    function = WY.load()
     if not case.use_qk_l2norm:
         raise UnsupportedProblem("use_qk_l2norm=False: it always normalises")
     names = (
@@ -205,7 +275,7 @@ def _bind_wy(case: Case) -> Bound:
     arguments = {name: getattr(case, name) for name in names}
     pool = _pool(case)
     arguments |= {
-        "initial_state_source": pool["initial_state"],
+        "initial_state_source": dense_pool(case),
         "initial_state_indices": pool["initial_state_indices"],
         "disable_state_update": True,
         "use_qk_l2norm_in_kernel": True,
@@ -242,7 +312,7 @@ def _bind_ring(case: Case) -> Bound:
     times T of its rows, of which the full window is folded into the state, and the ring goes on
     behind it.
     """
-    function = imported("flashinfer.gdn_kernels", "gated_delta_rule_mtp_ucache_flush")
+    function = UCACHE.load()
     if not case.use_qk_l2norm:
         raise UnsupportedProblem("use_qk_l2norm=False: it always normalises")
     if (case.softplus_beta, case.softplus_threshold) != (1.0, 20.0):
@@ -279,7 +349,12 @@ def _bind_ring(case: Case) -> Bound:
         rows, begin = next(steps)
         return function(**arguments, hist_len=rows, cache_base=begin)
 
-    return Bound(call, _first, cycle=cycle)
+    def step(rows: Tensor) -> Callable[[], Any]:
+        return functools.partial(function, **arguments, hist_len=rows, cache_base=begins[0])
+
+    # what is appended goes behind the window, so that a step may be repeated as it is
+    fixed = tuple(step(rows) for rows in filled[1:])
+    return Bound(call, _first, cycle=cycle, steps=fixed)
 
 
 def _ring_extra_bytes(p: Problem) -> int:
@@ -302,7 +377,7 @@ def _refuse_kda(p: Problem) -> str | None:
     if fault := _fault(c, op="kda_decode", state_dtype=("bf16",), intermediate=("none", "slots")):
         return fault
     if p.H != p.HV and c.has_parameters:
-        return f"H={p.H}, HV={p.HV}: its A_log and dt_bias are by q/k head, so H=HV is accepted"
+        return f"H={p.H}, HV={p.HV}: its A_log and dt_bias are by q/k head, expected H=HV"
     # T=1 writes the final state, T>1 each token's state to a slot of its own: nothing else.
     served = ("update", "none") if c.tokens == 1 else ("frozen", "slots")
     if (c.mode, c.intermediate) != served:
@@ -314,9 +389,7 @@ def _refuse_kda(p: Problem) -> str | None:
 
 
 def _bind_kda(case: Case) -> Bound:
-    # The backend of both public functions of this name: packed rows of a decode cannot be taken for
-    # a prefill there.
-    function = imported("flashinfer.kda_kernels", "run_recurrent_kda")
+    function = KDA.load()
     c = case.contract
     if fault := beyond_reach(case.state.numel(), "the pool"):
         raise UnsupportedProblem(fault)
@@ -353,10 +426,97 @@ def _bind_kda(case: Case) -> Bound:
     return _in_place(case, functools.partial(function, **rows, **arguments), slots)
 
 
+# -- kda_wy_output_only and kda_recoverssm_verify
+
+
+def _refuse_kda_outputs(p: Problem) -> str | None:
+    c = p.contract
+    fault = _fault(
+        c,
+        op="kda_decode",
+        state_dtype=("bf16",),
+        mode=("frozen",),
+        intermediate=("none",),
+    )
+    if fault is None and p.H != p.HV and c.has_parameters:
+        return f"H={p.H}, HV={p.HV}: its A_log and dt_bias are by q/k head, expected H=HV"
+    return fault or _too_large(p)
+
+
+def _always_normalised(case: Case) -> None:
+    if not case.use_qk_l2norm:
+        raise UnsupportedProblem("use_qk_l2norm=False: it always normalises")
+    if (case.softplus_beta, case.softplus_threshold) != (1.0, 20.0):
+        raise UnsupportedProblem(
+            f"softplus_beta={case.softplus_beta}, softplus_threshold={case.softplus_threshold}: it"
+            " has 1.0 and 20.0 alone"
+        )
+
+
+def _bind_kda_outputs(case: Case) -> Bound:
+    _always_normalised(case)
+    c = case.contract
+    arguments: dict[str, Any] = {
+        **{name: getattr(case, name) for name in ("q", "k", "v", "scale", "output", "A_log")},
+        "g": case.a,
+        "beta": case.b,
+        "initial_state_source": dense_pool(case),
+        "initial_state_indices": slots_of(case),
+        "dt_bias": None if case.dt_bias is None else case.dt_bias.reshape(-1),
+        "use_gate_in_kernel": c.has_parameters,
+        "lower_bound": case.lower_bound if c.gate == "lower_bound" else None,
+        "beta_is_logit": c.beta == "logit",
+    }
+    return Bound(functools.partial(KDA_WY.load(), **arguments), _first)
+
+
+def _refuse_recover(p: Problem) -> str | None:
+    if p.H != p.HV:
+        return f"H={p.H}, HV={p.HV}: it knows one number of heads, expected H=HV"
+    c = p.contract
+    gates = unless(c, gate=("softplus", "lower_bound")) if c.op == "kda_decode" else None
+    return gates or _refuse_kda_outputs(p)
+
+
+def _bind_recover(case: Case) -> Bound:
+    _always_normalised(case)
+    c, p, slots = case.contract, case.problem, len(case.state)
+    rows = {"q": case.q, "k": case.k, "v": case.v, "raw_g": case.a, "raw_beta": case.b}
+    assert case.dt_bias is not None
+    arguments: dict[str, Any] = {
+        **{name: packed(case, x) for name, x in rows.items()},
+        "out": packed(case, case.output),
+        "A_log": case.A_log,
+        "dt_bias": case.dt_bias.reshape(-1),
+        "lower_bound": case.lower_bound if c.gate == "lower_bound" else None,
+        "checkpoint_state": case.state,
+        "correction_cache": case.state.new_zeros(slots, p.HV, c.tokens, c.V, dtype=torch.float32),
+        "kg_cache": case.state.new_zeros(slots, p.HV, c.tokens, 2 * c.K),
+        "query_start_loc": starts(case),
+        "state_indices": slots_of(case),
+        "spec_query_len": c.tokens,
+        "use_gate_in_kernel": True,
+        "beta_is_logit": c.beta == "logit",
+        "scale": case.scale,
+        # slot 0 is a request's own here
+        "null_min": 0,
+    }
+    return Bound(functools.partial(RECOVER.load(), **arguments), _first)
+
+
+def _recover_extra_bytes(p: Problem) -> int:
+    """What it keeps of each token to fold accepted ones in later: corrections in fp32, k and the
+    gate as they came.
+    """
+    c = p.contract
+    return p.B * p.HV * c.tokens * (4 * c.V + 2 * c.K * ITEMSIZE[c.input_dtype])
+
+
 PEER = Peer(
     name="flashinfer",
     packages=("flashinfer", "cutlass"),
     distributions=("flashinfer-python",),
+    written_for="0.7.4",
     remedy="pip install 'gdntune[peers]'",
     entries=(
         Entry(
@@ -364,18 +524,21 @@ PEER = Peer(
             _refuse_pretranspose,
             _bind_pretranspose,
             "on the pool by slots",
+            functions=(PRETRANSPOSE,),
         ),
         Entry(
             "gated_delta_rule_mtp",
             _refuse_mtp,
             _bind_mtp,
             "on the pool by slots, disable_state_update given",
+            functions=(MTP,),
         ),
         Entry(
             "gated_delta_rule_decode",
             _refuse_v_last,
             _bind_v_last,
             "on states in the requests' order, updated in place",
+            functions=(V_LAST,),
         ),
         Entry(
             "gated_delta_rule_mtp_wy_output_only",
@@ -386,6 +549,7 @@ PEER = Peer(
             _wy_extra_bytes,
             # It rounds A_log, dt_bias and the matrices of its products to bf16.
             tolerance=2e-2,
+            functions=(WY,),
         ),
         Entry(
             "gated_delta_rule_mtp_ucache_flush",
@@ -396,12 +560,34 @@ PEER = Peer(
             _ring_extra_bytes,
             # It rounds A_log, dt_bias and the matrices of its products to bf16.
             tolerance=2e-2,
+            functions=(UCACHE,),
         ),
         Entry(
             "recurrent_kda",
             _refuse_kda,
             _bind_kda,
             "on the pool by slots, packed rows with cu_seqlens",
+            functions=(KDA,),
+        ),
+        Entry(
+            "kda_wy_output_only",
+            _refuse_kda_outputs,
+            _bind_kda_outputs,
+            "on the pool by slots; below some B*HV the library's recurrence instead",
+            # The matrices of its products are bf16.
+            tolerance=2e-2,
+            functions=(KDA_WY,),
+        ),
+        Entry(
+            "kda_recoverssm_verify",
+            _refuse_recover,
+            _bind_recover,
+            "on the pool by slots, packed rows; it also keeps each token's correction, k and gate"
+            " in caches by slots",
+            _recover_extra_bytes,
+            # The matrices of its products are bf16.
+            tolerance=2e-2,
+            functions=(RECOVER,),
         ),
     ),
 )

@@ -2,11 +2,14 @@
 called. Imports none of them.
 """
 
+import ast
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,17 +26,44 @@ REACH = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
+class Function:
+    """Where a peer has a function, and the arguments that its adapter names: what may differ in
+    another version.
+    """
+
+    module: str
+    name: str
+    arguments: tuple[str, ...] = ()
+
+    def load(self) -> Any:
+        """The function; ToolMissing says why there is none."""
+        return imported(self.module, self.name)
+
+    def moved(self) -> str | None:
+        """What of this the installed sources lack; None where all is there. Imports nothing."""
+        node = _definition(self.module, self.name)
+        if isinstance(node, str):
+            return node
+        if not isinstance(node, ast.FunctionDef):
+            return None
+        # keyword arguments of any name say nothing of those that are used
+        names = {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+        lacking = [] if node.args.kwarg else [x for x in self.arguments if x not in names]
+        return f"{self.module}.{self.name} has no argument {listed(lacking)}" if lacking else None
+
+
+@dataclasses.dataclass(frozen=True)
 class Bound:
     """A call of a peer with its arguments made; what is timed is `call` alone.
 
     call: returns what the library returns. output: of that, the B*T output rows [HV, V] in the
-        case's order. state: of that, the
-    tensor with the final states, in the contract's layout; None where none is written. rows [B]:
-    which of its rows are the requests',
-    None: row n is request n's. intermediate: of what is returned, the states after each token [B, T
-        or more, ...]; None: they lie
-    where the case has them. cycle: calls until what a call does comes again; a sample is the mean
-    of so many that follow one another.
+    case's order. state: of that, the tensor with the final states, in the contract's layout; None
+    where none is written. rows [B]: which of its rows are the requests', None: row n is request
+    n's. intermediate: of what is returned, the states after each token [B, T or more, ...]; None:
+    they lie where the case has them. cycle: calls until what a call does comes again; a sample is
+    the mean of so many that follow one another. steps: the calls of a full cycle, each by itself,
+    for layers of which each is at a step of its own. epilogue(output [n, T, HV, V], requests [n]):
+    what the call makes of the contract's output of some requests, in fp64; None: nothing.
     """
 
     call: Callable[[], Any]
@@ -42,6 +72,12 @@ class Bound:
     rows: Tensor | None = None
     intermediate: Callable[[Any], Tensor] | None = None
     cycle: int = 1
+    steps: tuple[Callable[[], Any], ...] = ()
+    epilogue: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def at_layer(self, layer: int) -> Callable[[], Any]:
+        """The call that one of several layers makes, whose steps are spread over the cycle."""
+        return self.steps[layer % len(self.steps)] if self.steps else self.call
 
 
 def _nothing(problem: Problem) -> int:
@@ -53,12 +89,13 @@ class Entry:
     """One function of a peer.
 
     refuse: why it does not serve a problem, or None. bind: makes the arguments for a case, by views
-        where it can; what it must convert
-    or copy it does here, once. May raise UnsupportedProblem for a case that the function cannot
-    take. form: how it is called, for reports.
-    extra_bytes: what it moves beyond `sol.bytes_moved`. tolerance: relative error that its own
-        roundings may bring, where that is
-    more than the dtypes' (see `compare`).
+    where it can; what it must convert or copy it does here, once. May raise UnsupportedProblem for
+    a case that the function cannot take. form: how it is called, for reports. extra_bytes: what it
+    moves beyond `sol.bytes_moved`. tolerance: relative error that its own roundings may bring,
+    where that is more than the dtypes' (see `compare`). functions: what it calls of the library.
+    packed: whether it reads q, k and v from one tensor, see `mixed_qkv`. follows_ours: its call
+    takes our output, so that it is timed behind our choice: a partner of entries that do more than
+    the contract. partner: the name of that entry, against which this one is judged.
     """
 
     name: str
@@ -67,12 +104,16 @@ class Entry:
     form: str
     extra_bytes: Callable[[Problem], int] = _nothing
     tolerance: float = 0.0
+    functions: tuple[Function, ...] = ()
+    packed: bool = False
+    follows_ours: bool = False
+    partner: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
     """A library. packages: what must be there to import. distributions: the names that its version
-    may be installed under.
+    may be installed under. written_for: the version that the adapter was written for.
     """
 
     name: str
@@ -81,6 +122,7 @@ class Peer:
     remedy: str
     entries: tuple[Entry, ...]
     device: Literal["cuda", "cpu"] = "cuda"
+    written_for: str = ""
 
     def version(self) -> str:
         """Its version without importing it, `unknown` where no distribution says."""
@@ -97,6 +139,21 @@ class Peer:
         """
         lacking = [name for name in self.packages if importlib.util.find_spec(name) is None]
         return f"not installed: {self.remedy} (no package {listed(lacking)})" if lacking else None
+
+    def differs(self) -> list[str]:
+        """In what the installed library is not the one that the adapter was written for: its
+        version, and what its sources lack of what is called. Imports nothing; empty where it is
+        not installed.
+        """
+        if self.absent():
+            return []
+        found = []
+        if self.written_for and self.version() != self.written_for:
+            found.append(f"written for {self.written_for}, {self.version()} is installed")
+        for entry in self.entries:
+            moved = [fault for function in entry.functions if (fault := function.moved())]
+            found += [f"{entry.name}: {fault}" for fault in moved]
+        return found
 
     def entry(self, name: str) -> Entry:
         """The entry of a name; UnknownName lists those that are."""
@@ -132,6 +189,8 @@ class Peer:
         knobs: dict[str, int | str | bool] = {"version": self.version(), "form": entry.form}
         if extra := entry.extra_bytes(problem):
             knobs["extra_bytes"] = extra
+        if entry.partner:
+            knobs["partner"] = f"{kernel}.{entry.partner}"
         return Variant(kernel, f"{kernel}.{entry.name}", knobs)
 
 
@@ -150,6 +209,67 @@ def imported(module: str, name: str) -> Any:
             " another name"
         )
     return found
+
+
+def _definition(module: str, name: str) -> ast.AST | str:
+    """What defines a module's name in the installed sources, or why it is not found there."""
+    path = _source(module)
+    if path is None:
+        return f"there is no {module}"
+    for node in _top_level(_parsed(path)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return _definition(_absolute(module, path, node), alias.name)
+        # a constant is what stands in where the import before it fails
+        if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Constant):
+            targets = [t.id for t in node.targets if isinstance(t, ast.Name)]
+            if name in targets:
+                return node
+    return f"{module} has no {name}"
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module, found without importing its packages."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if not rest and spec.origin:
+        return Path(spec.origin)
+    for folder in spec.submodule_search_locations or ():
+        at = Path(folder, *rest)
+        for path in (at.with_name(f"{at.name}.py"), at / "__init__.py"):
+            if path.is_file():
+                return path
+    return None
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _top_level(tree: ast.AST) -> Iterator[ast.AST]:
+    """The statements of a module, those under `try` and `if` too."""
+    for node in ast.iter_child_nodes(tree):
+        yield node
+        if isinstance(node, (ast.Try, ast.If, ast.ExceptHandler)):
+            yield from _top_level(node)
+
+
+def _absolute(module: str, path: Path, node: ast.ImportFrom) -> str:
+    """The module that an import names."""
+    if not node.level:
+        return node.module or ""
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    base = package[: len(package) - node.level + 1]
+    return ".".join([*base, *([node.module] if node.module else [])])
 
 
 def unless(contract: Contract, **accepted: tuple[Any, ...]) -> str | None:
@@ -205,3 +325,30 @@ def starts(case: Case) -> Tensor:
     return torch.arange(
         0, case.problem.B * tokens + 1, tokens, dtype=torch.int32, device=case.q.device
     )
+
+
+def mixed_qkv(case: Case) -> Tensor:
+    """q, k and v packed in rows [B*T, 2*H*K + HV*V], as a convolution leaves them: the case's own
+    where something keeps it up to date, else a copy made now.
+    """
+    if case.mixed is not None:
+        return case.mixed
+    rows = [packed(case, x)[0].flatten(1) for x in (case.q, case.k, case.v)]
+    return torch.cat(rows, dim=1)
+
+
+def dense_steps(case: Case) -> Tensor | None:
+    """The case's buffer of intermediate states, for libraries that take none with gaps; where it
+    has some, one of its own without.
+    """
+    found = case.intermediate
+    if found is None or found.is_contiguous():
+        return found
+    return torch.full(found.shape, torch.nan, dtype=found.dtype, device=found.device)
+
+
+def dense_pool(case: Case) -> Tensor:
+    """The case's states, for libraries that would copy a pool with gaps at each call: a copy made
+    now where it has some. Only for calls that do not write them.
+    """
+    return case.state.contiguous()

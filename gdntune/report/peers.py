@@ -36,7 +36,8 @@ READING = (
     " Each was first compared with the reference at the cell's own sizes, by the relative norm of a"
     " few requests' outputs and states: 0.01 is accepted of 16-bit values, 0.002 of fp32, more"
     " where an entry says so. A call of several kernels counts from the first one's start to the"
-    " last one's end. Where a peer has several functions for a cell, its fastest counts. Speed-ups"
+    " last one's end. Where a peer has several functions for a cell, its fastest counts. One that"
+    " does more than the contract is compared with ours and the same behind it. Speed-ups"
     " are of medians; `behind` are the cells where our mean is the larger one by more than a tie,"
     " the larger of 1% and 32 ns."
 )
@@ -82,20 +83,20 @@ def _untimed(kernel: str, trials: list[Trial]) -> Counter[str]:
 
 
 def rivals(frame: "pd.DataFrame") -> "pd.DataFrame":
-    """The fastest timed entry of each peer at each cell, beside a choice of ours; `behind`: ours is
-    slower, by means beyond a tie.
+    """The fastest timed entry of each peer at each cell, beside a choice of ours, or its partner
+    where the entry does more than the contract; `behind`: ours is slower, by means beyond a tie.
     """
     timed = frame[
         (frame["role"] == "peer") & (frame["status"] == "ok") & frame["chosen_speedup"].notna()
     ]
     place = ["run", *Contract.__struct_fields__, "B", "H", "HV"]
-    best = timed.sort_values([*place, "kernel", "median_us", "variant"]).drop_duplicates(
+    best = timed.sort_values([*place, "kernel", "chosen_speedup", "variant"]).drop_duplicates(
         [*place, "kernel"]
     )
-    ours = frame.loc[frame["chosen"], [*place, "mean_us", "variant"]].rename(
+    ours = frame.loc[frame["status"] == "ok", [*place, "mean_us", "variant"]].rename(
         columns={"mean_us": "chosen_us", "variant": "ours"}
     )
-    best = best.merge(ours, on=place, how="left")
+    best = best.merge(ours, left_on=[*place, "beside"], right_on=[*place, "ours"], how="left")
     pairs = zip(best["chosen_us"], best["mean_us"], strict=True)
     return best.assign(behind=[mine > theirs and not tie(mine, theirs) for mine, theirs in pairs])
 

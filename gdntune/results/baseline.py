@@ -58,7 +58,7 @@ def add_baseline(
     cells = list(frame[key].itertuples(index=False, name=None))
     times = best.to_dict()
     made["baseline_us"] = [float(times.get(cell, float("nan"))) for cell in cells]
-    comparable = (frame["role"] != "floor") & (frame["status"] == "ok")
+    comparable = ~frame["role"].isin(["floor", "partner"]) & (frame["status"] == "ok")
     made["speedup_over_baseline"] = (
         (made["baseline_us"] / frame["median_us"]).where(comparable).round(4)
     )

@@ -335,8 +335,10 @@ def flashinfer_bench(sources: Sequence[LoadedRun]) -> Export:
                     refused.add(trial.problem)
                 continue
             # A whole peer that serves no such problem is no solution.
+            # what does more than the contract, and ours with that behind it, are none of it either
             if (
-                trial.role == "floor"
+                trial.role in ("floor", "partner")
+                or "partner" in trial.variant.knobs
                 or trial.stage != "final"
                 or trial.variant.id == trial.variant.kernel
             ):

@@ -108,17 +108,20 @@ class Trial(_Record, frozen=True, kw_only=True):
     """One attempt at timing a variant at a cell. samples_us: one a round, kept to the nanosecond.
 
     `screen` is the quick first look at all variants, `final` the paired re-run of the best few on
-    fresh samples.
+    fresh samples. role: `partner` is our choice with what a peer's call does beyond the contract,
+    which that peer is judged against. kernels: the names of what one call of a peer launches, in
+    order, where the timer can tell.
     """
 
     problem: Problem
     variant: Variant
-    role: Literal["decode", "floor", "peer"] = "decode"
+    role: Literal["decode", "floor", "peer", "partner"] = "decode"
     stage: Literal["screen", "final"]
     status: Ended
     reason: str = ""
     samples_us: list[float] = []
     seconds: float = 0.0
+    kernels: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Cell(_Record, frozen=True, kw_only=True):

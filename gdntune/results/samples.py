@@ -104,7 +104,9 @@ class Row(msgspec.Struct):
     """An implementation at a cell, by its last stage. Times in microseconds, None where it has
     none; over_floor, sol and the speed-ups are ratios.
 
-    reason: why it has no times, or why those of its cell cannot be believed (`noisy: ...`).
+    reason: why it has no times, or why those of its cell cannot be believed (`noisy: ...`). beside:
+    what chosen_speedup is over: the choice, or its partner, where a peer's call does more than the
+    contract.
     """
 
     kernel: str
@@ -128,6 +130,7 @@ class Row(msgspec.Struct):
     over_floor: float | None = None
     bound: str = NOTHING
     chosen: bool = False
+    beside: str = NOTHING
     default_mean_us: float | None = None
     speedup_over_default: float | None = None
     chosen_speedup: float | None = None
@@ -201,7 +204,12 @@ def rows(run: LoadedRun) -> Iterator[tuple[Problem, list[tuple[Trial, Row]]]]:
     for problem, trials in run.counted.items():
         moved = sol.bytes_moved(problem), sol.floor_bytes(problem)
         found = [_row(run, t, verified, *moved) for t in trials]
-        _relate(run, problem, found)
+        partners = {
+            t.variant.id: str(t.variant.knobs["partner"])
+            for t in trials
+            if "partner" in t.variant.knobs
+        }
+        _relate(run, problem, found, partners)
         yield problem, list(zip(trials, found, strict=True))
 
 
@@ -248,7 +256,7 @@ def _row(
     problem, variant = trial.problem, trial.variant
     moved = floor_bytes if trial.role == "floor" else decode_bytes
     # What a peer moves beyond what it must, by its adapter's word.
-    moved += int(variant.knobs.get("extra_bytes", 0)) if trial.role == "peer" else 0
+    moved += int(variant.knobs.get("extra_bytes", 0))
     # A floor computes nothing that could be wrong.
     unchecked = NOTHING if trial.role == "floor" else "unchecked"
     row = Row(
@@ -291,8 +299,13 @@ def _add_times(run: LoadedRun, trial: Trial, row: Row) -> None:
         row.status, row.reason = "impossible", str(e)[:REASON_CHARACTERS]
 
 
-def _relate(run: LoadedRun, problem: Problem, found: Sequence[Row]) -> None:
-    """Fills in what a cell's rows are compared with: its floor, its default, the table's choice."""
+def _relate(
+    run: LoadedRun, problem: Problem, found: Sequence[Row], partners: Mapping[str, str]
+) -> None:
+    """Fills in what a cell's rows are compared with: its floor, its default, the table's choice.
+
+    partners: what a peer's entry is compared with instead, by its id.
+    """
     timed = [r for r in found if r.status == "ok" and r.median_us is not None]
     floors = [r for r in timed if r.role == "floor"]
     finals = [r for r in floors if r.stage == "final"] or floors
@@ -304,7 +317,8 @@ def _relate(run: LoadedRun, problem: Problem, found: Sequence[Row]) -> None:
     )
     for row in timed:
         row.chosen = row.role == "decode" and row.stage == "final" and row.variant == choice
-    chosen_us = next((r.median_us for r in timed if r.chosen), None)
+    ours = {r.variant: r for r in timed if r.role == "partner"}
+    chosen = next((r for r in timed if r.chosen), None)
     for row in timed:
         if row.median_us is None or row.mean_us is None:
             continue
@@ -315,5 +329,7 @@ def _relate(run: LoadedRun, problem: Problem, found: Sequence[Row]) -> None:
         if default_us is not None:
             row.default_mean_us = default_us
             row.speedup_over_default = round(default_us / row.mean_us, 4)
-        if chosen_us:
-            row.chosen_speedup = round(row.median_us / chosen_us, 4)
+        mine = ours.get(partners[row.variant]) if row.variant in partners else chosen
+        if mine is not None and mine.median_us:
+            row.chosen_speedup = round(row.median_us / mine.median_us, 4)
+            row.beside = mine.variant

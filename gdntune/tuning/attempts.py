@@ -191,7 +191,11 @@ def _probed(on: Worker, job: CellJob) -> tuple[list[Record], list[Named]]:
             got: Probe | Crashed
             try:
                 got = on.run(
-                    worker.probe_task, job.problem, (name, entry.name), timeout=PROBE_TIMEOUT_S
+                    worker.probe_task,
+                    job.problem,
+                    (name, entry.name),
+                    job.variants[:1],
+                    timeout=PROBE_TIMEOUT_S,
                 )
             except NotStarted:
                 raise
@@ -210,7 +214,7 @@ def _probed(on: Worker, job: CellJob) -> tuple[list[Record], list[Named]]:
                     )
                 )
             else:
-                records.append(job.lost(variant, got, "peer"))
+                records.append(job.lost(variant, got, probe.role((name, entry.name))))
     return records, ready
 
 
@@ -267,7 +271,12 @@ def _timed(on: Worker, job: CellJob, retries: int) -> list[Record]:
     records: list[Record] = []
     for t in got.timed if not got.timing.throttled else ():
         trial = Trial(
-            problem=job.problem, variant=t.variant, role=t.role, stage="screen", status="ok"
+            problem=job.problem,
+            variant=t.variant,
+            role=t.role,
+            stage="screen",
+            status="ok",
+            kernels=msgspec.UNSET if t.kernels is None else t.kernels,
         )
         for stage, us in (("screen", t.screen_us), ("final", t.final_us)):
             if us:
@@ -322,7 +331,7 @@ def _without_entries(on: Worker, job: CellJob, whole: Crashed, retries: int) -> 
         said = f"with others in one measurement, though not alone: {whole.reason}"
         bad = dict.fromkeys(job.entries, Crashed(whole.status, said))
     rows: list[Record] = [
-        job.lost(probe.recorded(e, job.problem), crash, "peer") for e, crash in bad.items()
+        job.lost(probe.recorded(e, job.problem), crash, probe.role(e)) for e, crash in bad.items()
     ]
     rest = tuple(e for e in job.entries if e not in bad)
     return rows + _timed(on, job._replace(entries=rest), retries)

@@ -38,6 +38,8 @@ SLOT_GAP_BYTES = 17 * 128
 ALIGNMENT = 256  # of each tensor that a producer writes, as torch's allocator gives it
 
 PRODUCED = ("q", "k", "v", "a", "b", "output")
+# For calls that take q, k and v in one tensor: written too, where one of them is timed.
+PACKED = "mixed"
 
 
 def layer_bytes(problem: Problem) -> int:
@@ -64,22 +66,23 @@ def layers_of(problem: Problem, device: Device) -> int:
             f" than {LARGEST_SHARE:.0%} of the {device.memory_bytes / 2**30:.0f} GiB of"
             f" {device.name}; expected a smaller batch, or another L2 policy"
         )
-    return max(
-        LEAST_LAYERS, min(CHAIN_LAYERS[device.kind], int(MEMORY_SHARE * device.memory_bytes / each))
-    )
+    fit = min(CHAIN_LAYERS[device.kind], int(MEMORY_SHARE * device.memory_bytes / each))
+    # whole fours, so that the steps of a ring, 2 or 4, are spread evenly over the layers
+    return max(LEAST_LAYERS, fit - fit % LEAST_LAYERS)
 
 
 class Chain:
     """The layers of a problem: each with a pool of its own, in shuffled slots, and with its own q,
     k, v, a, b and output.
 
-    produce(layer) writes these five in one kernel, from a source that is the same for all layers;
+    produce(layer) writes these in one kernel, and, where `packed`, q, k and v in one tensor besides,
+    from a source that is the same for all layers;
     the output too, which a model's allocator would have handed out again and which is otherwise
     found in L2 only by a chain with the call. use(layer) reads the output and writes as much
     elsewhere, as a gated norm does. All states begin with the same values.
     """
 
-    def __init__(self, problem: Problem, place: str, layers: int) -> None:
+    def __init__(self, problem: Problem, place: str, layers: int, packed: bool = False) -> None:
         self.layers = layers
         gap = SLOT_GAP_BYTES // ITEMSIZE[problem.contract.state_dtype]
         made = [
@@ -88,6 +91,9 @@ class Chain:
         first = made[0]
         first.output.zero_()  # what a floor, which writes none, leaves there is finite
         flowing = {name: getattr(first, name) for name in PRODUCED}
+        if packed:
+            rows = [x.reshape(-1, x.shape[2] * x.shape[3]) for x in (first.q, first.k, first.v)]
+            flowing[PACKED] = torch.cat(rows, dim=1)
         starts, size = {}, 0
         for name, x in flowing.items():
             starts[name] = size

@@ -28,18 +28,20 @@ FLOOR_LEADERS = 2
 PACE_ROUNDS = 3
 LEAST_ROUNDS = 20
 
-Role = Literal["decode", "floor", "peer"]
+Role = Literal["decode", "floor", "peer", "partner"]
 
 
 class TimedVariant(NamedTuple):
     """A variant's samples at a cell, in microseconds. screen_us: empty where nothing was to be
-    chosen. final_us: empty where it was not among the leaders.
+    chosen. final_us: empty where it was not among the leaders. kernels: what one call of a peer
+    launches, where the device can tell.
     """
 
     variant: Variant
     role: Role
     screen_us: list[float]
     final_us: list[float]
+    kernels: tuple[str, ...] | None = None
 
 
 class CellTiming(NamedTuple):
@@ -117,7 +119,7 @@ def time_cell(
     session.load(problem.contract, [*decode, *floors])
 
     def lay_out() -> CellTensors:
-        made = session.calls(problem, "decode", decode)
+        made = session.calls(problem, "decode", decode, packed=probe.packed(entries))
         floor_calls = session.calls(problem, "floor", floors).calls if floors else []
         bound = probe.bind(entries, made)
         cycles = [1] * (len(decode) + len(floors)) + bound.cycles
@@ -139,13 +141,15 @@ def time_cell(
     samples = dict(zip(leaders, finals, strict=True))
     after = clocks(session.gpu)
     cycles = sets[-1].cycles
+    launched = [session.launched(sets[-1].everything[m + i]) for i in range(len(entries))]
     what: list[tuple[Variant, Role]] = [
         *((v, "decode") for v in decode),
         *((v, "floor") for v in floors),
-        *((probe.recorded(entry, problem), "peer") for entry in entries),
+        *((probe.recorded(entry, problem), probe.role(entry)) for entry in entries),
     ]
+    kernels = [*[None] * m, *launched]
     timed = [
-        TimedVariant(v, role, screen[i], _whole_cycles(samples.get(i, []), cycles[i]))
+        TimedVariant(v, role, screen[i], _whole_cycles(samples.get(i, []), cycles[i]), kernels[i])
         for i, (v, role) in enumerate(what)
         if screen[i] or i in samples
     ]

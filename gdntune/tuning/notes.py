@@ -42,6 +42,12 @@ def noise(records: Sequence[Record]) -> list[str]:
     ]
 
 
+def peers(plan: Plan) -> list[str]:
+    """One line for each peer that is not the one its adapter was written for."""
+    found = {name: peer.differs() for name, peer in plan.peers.items()}
+    return [f"{name}: {'; '.join(differs)}" for name, differs in found.items() if differs]
+
+
 def untimed(plan: Plan, usable: Usable, records: Sequence[Record]) -> list[str]:
     """What the judged tables choose that is no variant of this config, or has no final samples
     where a cell was timed before.

@@ -4,6 +4,7 @@ tensors of a cell.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from gdntune import peers
@@ -12,7 +13,6 @@ from gdntune.checking.check import Verdict
 from gdntune.errors import CheckFailed
 from gdntune.kernels.spec import Variant
 from gdntune.peers.compare import Expected
-from gdntune.peers.spec import Bound
 from gdntune.problem import Problem
 from gdntune.tuning.session import Calls, Session
 
@@ -32,8 +32,10 @@ class Probe(NamedTuple):
     seconds: float
 
 
-def probe(session: Session, problem: Problem, named: Named) -> Probe:
+def probe(session: Session, problem: Problem, named: Named, ours: Sequence[Variant] = ()) -> Probe:
     """Calls an entry once at a cell's own sizes and compares a few requests with the reference.
+
+    ours: a variant of ours, for an entry that is called behind it.
 
     An exception that leaves the device usable is the entry's failure; one that does not passes
     through, and ends this process.
@@ -46,7 +48,7 @@ def probe(session: Session, problem: Problem, named: Named) -> Probe:
         return Probe(status, reason[:REASON_LENGTH], error, round(time.perf_counter() - began, 4))
 
     try:
-        verdict = _checked(session, problem, named)
+        verdict = _checked(session, problem, named, ours)
     except Exception as e:  # noqa: BLE001  whatever a peer raises is its own failure
         # raises again where the device is lost
         session.synchronize()
@@ -57,13 +59,15 @@ def probe(session: Session, problem: Problem, named: Named) -> Probe:
     return ended("failed", f"check failed: {verdict.worst}", finite)
 
 
-def _checked(session: Session, problem: Problem, named: Named) -> Verdict:
+def _checked(session: Session, problem: Problem, named: Named, ours: Sequence[Variant]) -> Verdict:
     entry = peers.get(named[0]).entry(named[1])
-    calls = session.calls(problem, "decode", [])
+    calls = session.calls(problem, "decode", ours[:1] if entry.follows_ours else [])
     case: Case = calls.case
     expected = Expected(case, entry.tolerance)
     bound = entry.bind(case)
     case.output.fill_(float("nan"))
+    for call in calls.calls:
+        call(0)
     returned = bound.call()
     session.synchronize()
     verdict = expected.judge(case, bound, returned)
@@ -85,16 +89,43 @@ class BoundEntries(NamedTuple):
 def bind(entries: Sequence[Named], calls: Calls) -> BoundEntries:
     """Entries on a cell's tensors, each on every case that ours are called on: as ours, on other
     slots each turn under `rotate`, in each layer under `chain`.
+
+    Where there are several cases, each is called once, so that a graph captures none of a library's
+    first calls; a cycle's steps are then spread over them, and each sample is of all of them. An
+    entry that follows ours is called behind the first of `calls`.
     """
-    bound = [[peers.get(peer).entry(name).bind(x) for x in calls.cases] for peer, name in entries]
-    return BoundEntries([_call(of) for of in bound], [of[0].cycle for of in bound])
+    found: list[Callable[[int], Any]] = []
+    cycles: list[int] = []
+    for peer, name in entries:
+        entry = peers.get(peer).entry(name)
+        bound = [entry.bind(case) for case in calls.cases]
+        several = len(bound) > 1
+        made = [b.at_layer(i) if several else b.call for i, b in enumerate(bound)]
+        if several:
+            for call in made:
+                call()
+        found.append(partial(_turn, made, calls.calls[0] if entry.follows_ours else None))
+        cycles.append(1 if several and bound[0].steps else bound[0].cycle)
+    return BoundEntries(found, cycles)
 
 
-def _call(bound: Sequence[Bound]) -> Callable[[int], Any]:
-    return lambda turn: bound[turn % len(bound)].call()
+def _turn(calls: Sequence[Callable[[], Any]], ours: Callable[[int], Any] | None, turn: int) -> None:
+    if ours is not None:
+        ours(turn)
+    calls[turn % len(calls)]()
+
+
+def packed(entries: Sequence[Named]) -> bool:
+    """Whether one of some entries reads q, k and v from one tensor."""
+    return any(peers.get(peer).entry(name).packed for peer, name in entries)
+
+
+def role(named: Named) -> Literal["peer", "partner"]:
+    """What a trial of an entry is recorded as."""
+    return "partner" if peers.get(named[0]).entry(named[1]).follows_ours else "peer"
 
 
 def recorded(named: Named, problem: Problem) -> Variant:
-    """What a trial of an entry is recorded as."""
+    """The variant that a trial of an entry has."""
     peer = peers.get(named[0])
     return peer.variant(peer.entry(named[1]), problem)

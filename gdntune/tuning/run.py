@@ -100,6 +100,7 @@ def run(plan: Plan, folder: Path, means: Means) -> Outcome:
         journal.begin(resolved(header, policy, peaks))
         engine = _Run(plan, journal, team, means.progress)
         engine.notes += [note] if note else []
+        engine.notes += notes.peers(plan)
         if team.several and plan.device.kind == "cpu":
             engine.notes.append(
                 f"{len(team.workers)} processes timed on one CPU at once: their times disturb each"

@@ -10,6 +10,7 @@ import msgspec
 
 from gdntune import kernels, sol
 from gdntune.checking.check import Checker
+from gdntune.device import cupti
 from gdntune.device.arch import Device, settled
 from gdntune.errors import UnsupportedProblem
 from gdntune.kernels.spec import Variant
@@ -87,6 +88,7 @@ class Session:
         else:
             self.timer = make_timer(device, policy, reader)
         self._checkers: dict[Contract, Checker] = {}
+        self._records_fault: str | None = None
 
     def _reader(self) -> Callable[[Any], Any]:
         """The kernel that reads the flush buffer: the floor's read form under a name of its own."""
@@ -141,9 +143,31 @@ class Session:
         self.synchronize()
         return verdict.ok, verdict.worst, verdict.error
 
-    def calls(self, problem: Problem, role: str, variants: Sequence[Variant]) -> Calls:
+    def launched(self, call: Callable[[int], Any]) -> tuple[str, ...] | None:
+        """The names of what one more call launches, in order; None where CUPTI does not tell."""
+        if self.device.kind != "cuda" or self._no_records():
+            return None
+        source = cupti.recorder()
+        self.synchronize()
+        source.start()
+        try:
+            call(0)
+            self.synchronize()
+        finally:
+            records = source.stop()
+        return tuple(name for _, _, name in sorted(records))
+
+    def _no_records(self) -> bool:
+        """Whether CUPTI has no records here; asked once."""
+        if self._records_fault is None:
+            self._records_fault = cupti.fault() or ""
+        return bool(self._records_fault)
+
+    def calls(
+        self, problem: Problem, role: str, variants: Sequence[Variant], packed: bool = False
+    ) -> Calls:
         """Callables of a cell's variants over one shared set of tensors. Under `chain` the decode
-        role's come first.
+        role's come first. packed: whether something reads q, k and v from one tensor.
         """
         turns = 1
         if self.chained is not None:
@@ -152,14 +176,14 @@ class Session:
             turns = layers_of(problem, self.device)
         elif self.timer.policy.l2 == "rotate":
             turns = self._turns(problem)
-        cases = [] if role == "floor" else self._cases(problem, turns)
+        cases = [] if role == "floor" else self._cases(problem, turns, packed)
         kept = cases[0].state.clone() if cases else None
         arguments = [c.arguments() for c in cases] or _floor_arguments(problem, turns, self.place)
         functions = [self.function(problem.contract, v) for v in variants]
         calls: list[Callable[[int], Any]] = [_call(f, arguments, turns) for f in functions]
         return Calls(calls, cases, kept)
 
-    def _cases(self, problem: Problem, turns: int) -> list[Any]:
+    def _cases(self, problem: Problem, turns: int, packed: bool) -> list[Any]:
         """A cell's case; under `rotate` one a turn, of one pool; under `chain` one a layer, in what
         the timer times.
         """
@@ -169,7 +193,7 @@ class Session:
             from gdntune.tuning.chain import Chain
 
             self.chained.chain = None  # the last cell's pools go before this one's are made
-            self.chained.chain = chain = Chain(problem, self.place, turns)
+            self.chained.chain = chain = Chain(problem, self.place, turns, packed)
             return chain.cases
         if turns == 1:
             return [make_case(problem, self.place)]

@@ -80,9 +80,9 @@ def check_task(
     return results
 
 
-def probe_task(start: Start, problem: Problem, named: Named) -> Probe:
+def probe_task(start: Start, problem: Problem, named: Named, ours: Sequence[Variant] = ()) -> Probe:
     """One call of a peer's entry at a cell, see `probe.probe`."""
-    return probe.probe(current(start), problem, named)
+    return probe.probe(current(start), problem, named, ours)
 
 
 def time_task(

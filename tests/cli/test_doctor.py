@@ -1,9 +1,11 @@
 """gdntune/doctor.py: each thing that can lack is said, with its meaning and its remedy."""
 
+import dataclasses
 import os
 
 import pytest
 import synthetic
+from fakes import library
 
 from gdntune.cli import doctor
 from gdntune.device import arch
@@ -167,3 +169,16 @@ def test_the_named_table_is_looked_at(here, tmp_path):
     here.setenv("GDNTUNE_TABLE", str(tmp_path / "nowhere.json"))
     assert "nowhere.json" in finding("table").value
     assert os.environ["GDNTUNE_TABLE"] in finding("table").remedy
+
+
+def test_a_peer_of_another_version_is_a_note(monkeypatch):
+    """An adapter that was written for another version than is installed: doctor says so."""
+    peer = dataclasses.replace(library.PEER, written_for="0.1")
+    monkeypatch.setattr("gdntune.peers.PEERS", {"library": "fakes.library"})
+    monkeypatch.setattr(library, "PEER", peer)
+    (found,) = doctor._peers()
+    assert found.status == "note" and "written for 0.1" in found.remedy
+    monkeypatch.setattr(library, "PEER", dataclasses.replace(peer, written_for=peer.version()))
+    assert [f.status for f in doctor._peers()] == ["ok"]
+    monkeypatch.setattr(library, "PEER", dataclasses.replace(peer, packages=("no_such",)))
+    assert doctor._peers() == []
