@@ -744,3 +744,36 @@ def test_nothing_is_cut_in_the_terminal(width):
         for line in lines[lines.index(next(x for x in lines if "389.123" in x)) :]
     )
     assert folded == name and "..." not in out.getvalue() and "…" not in out.getvalue()
+
+
+def test_a_peer_that_does_more_is_compared_with_ours_and_the_same_behind_it():
+    """Fault: vLLM's op has a norm inside, and its time stood beside ours without one."""
+    header = synthetic.run()
+    us = {
+        p: 10.0 + p.B
+        for p in {r.problem for r in synthetic.records(header) if hasattr(r, "problem")}
+    }
+
+    def timed(entry, role, slow, **knobs):
+        variant = Variant("peer:x", f"peer:x.{entry}", knobs)
+        return lambda p: Trial(
+            problem=p, variant=variant, role=role, stage="final", status="ok",
+            samples_us=[slow * us[p]] * 20, kernels=("a", "b"),
+        )  # fmt: skip
+
+    def report(*trials):
+        choice = synthetic.VARIANTS[0].id
+        return _report_of(
+            *benched(header, synthetic.records(header), lambda p: choice, peer_trials=trials)
+        )
+
+    op = timed("op", "peer", 12.0, partner="peer:x.ours_then_norm")
+    made = report(op, timed("ours_then_norm", "partner", 10.0))
+    (found,) = made.peers()
+    assert found["geometric_mean"] == pytest.approx(1.2) and found["cells"] == 18
+    assert found["mean_ratio"][0] == pytest.approx(1.2) and found["FASTER"] == 18
+    rows = made.frame.loc[made.frame["variant"] == "peer:x.op"]
+    assert set(rows["beside"]) == {"peer:x.ours_then_norm"}
+    # without its partner's time it is compared with nothing
+    (found,) = report(op).peers()
+    assert found["cells"] == 0

@@ -2,19 +2,25 @@
 the timers of a chain.
 """
 
+import dataclasses
 import time
+from functools import partial
 
 import msgspec
 import pytest
+import torch
+from fakes import library
 from fakes.recorder import FakeRecorder
 
 from gdntune import sol
 from gdntune.device import arch
 from gdntune.errors import MeasurementError, UnsupportedProblem
+from gdntune.peers import Bound, Entry
 from gdntune.problem import Contract, Problem
 from gdntune.timing import Policy
-from gdntune.tuning import chain
+from gdntune.tuning import chain, probe
 from gdntune.tuning.chain import Chain, ChainTimer, layers_of, make_chain_timer
+from gdntune.tuning.session import Calls
 
 H100 = arch.target("sm_90a")
 SMALL = {"K": 64, "V": 64}
@@ -73,6 +79,54 @@ def test_the_producer_writes_and_the_use_reads(made):
     used = made._use[1].keywords["out"]
     assert used.numel() == made.cases[1].output.numel() and (used == 3).all()
     assert places == [getattr(c, name).data_ptr() for c in made.cases for name in chain.PRODUCED]
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda c: c.key())
+def test_the_producer_writes_packed_rows_too(contract):
+    """Where a call takes q, k and v in one tensor, each layer's producer writes that as well: a copy
+    made once would be found in DRAM, where ours are found in L2.
+    """
+    made = Chain(Problem(contract, 5, 1, 3), "cpu", 2, packed=True)
+    for layer, case in enumerate(made.cases):
+        rows = case.q.shape[0] * case.q.shape[1]
+        want = torch.cat([x.reshape(rows, -1) for x in (case.q, case.k, case.v)], dim=1)
+        case.mixed.zero_()
+        made.produce(layer)
+        assert case.mixed.equal(want)
+    assert Chain(Problem(contract, 5, 1, 3), "cpu", 2).cases[0].mixed is None
+
+
+def test_entries_of_peers_in_layers(monkeypatch):
+    """Each layer has its own call, all of them made once beforehand; a ring's steps are spread over
+    the layers, so that one sample is of a whole cycle; an entry behind ours comes after it.
+    """
+    log = []
+
+    def entry(name, **fields):
+        def bind(case):
+            layer = cases.index(case)
+            steps = tuple(partial(log.append, (name, layer, i)) for i in range(2))
+            call = partial(log.append, (name, layer, "next"))
+            return Bound(call, lambda x: x, cycle=2, steps=steps if name == "ring" else ())
+
+        return Entry(name, lambda p: None, bind, "as it comes", **fields)
+
+    entries = (entry("ring"), entry("after", follows_ours=True))
+    monkeypatch.setattr(library, "PEER", dataclasses.replace(library.PEER, entries=entries))
+    cases = [object() for _ in range(4)]
+    ours = lambda turn: log.append(("ours", turn))  # noqa: E731
+    named = [("fakes.library", "ring"), ("fakes.library", "after")]
+    bound = probe.bind(named, Calls([ours], cases, None))
+    assert log[:4] == [("ring", i, i % 2) for i in range(4)] and bound.cycles == [1, 2]
+    assert probe.packed(named) is False and [probe.role(n) for n in named] == ["peer", "partner"]
+    log.clear()
+    for layer in (1, 2):
+        for call in bound.calls:
+            call(layer)
+    assert log == [("ring", 1, 1), ("ours", 1), ("after", 1, "next"),
+                   ("ring", 2, 0), ("ours", 2), ("after", 2, "next")]  # fmt: skip
+    # one case: its calls go on from step to step
+    assert probe.bind(named[:1], Calls([ours], cases[:1], None)).cycles == [2]
 
 
 @pytest.mark.parametrize(
