@@ -299,7 +299,11 @@ def _samples(
     for rows in cells.values():
         # The choice first, then the others from fast to slow, floors and peers last.
         rows.sort(
-            key=lambda r: ("decode peer partner floor".split().index(r[1]), "chosen" not in r[2], r[-1])
+            key=lambda r: (
+                "decode peer partner floor".split().index(r[1]),
+                "chosen" not in r[2],
+                r[-1],
+            )
         )
         for r in rows:
             r.pop()
