@@ -18,6 +18,9 @@ from gdntune.kernels.spec import DECODE_ARGUMENTS
 from gdntune.problem import MAX_TOKENS, Contract, Layout
 from gdntune.runtime.memory import memory_fault
 
+# exp of more is no fp32 number.
+LARGEST_A_LOG = 88
+
 # The public name of each argument of the calling convention.
 PUBLIC = {
     "state": "initial_state",
@@ -406,8 +409,19 @@ def _expanded(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
                 )
 
 
+def rate_faults(c: Contract, A_log: Any, device: str) -> Iterator[str]:
+    """An A_log whose exp is no fp32 number: in the raw gate on CUDA that is inf, and NaN where the
+    softplus vanishes, which then stays in the pool. The other gates and the CPU compute it.
+    """
+    if c.gate == "raw" and device == "cuda" and A_log.numel():
+        largest = float(A_log.max())
+        if largest > LARGEST_A_LOG:
+            yield f"A_log is {largest:g} at most: expected up to {LARGEST_A_LOG} on CUDA"
+
+
 def _value_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
     yield from _expanded(c, arguments)
+    yield from rate_faults(c, arguments["A_log"], arguments["q"].device.type)
     slots, null = arguments["state"].shape[0], arguments["null_index"]
 
     def lists(name: str) -> list[Any]:

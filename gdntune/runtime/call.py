@@ -18,13 +18,10 @@ from torch._C._dynamo.guards import TensorGuards
 
 from gdntune.errors import UnsupportedProblem, listed
 from gdntune.problem import Contract
-from gdntune.runtime import arguments, contracts, environment, traced
+from gdntune.runtime import arguments, contracts, environment, parts, traced
 from gdntune.runtime.contracts import Settings, Tensors, name_of
-from gdntune.runtime.dispatch import Bound, runtime, warn_once
+from gdntune.runtime.dispatch import Bound, Function, runtime, warn_once
 
-# CUDA's limit of a grid's third dimension; the same on the CPU, so that a program that runs there
-# runs on a GPU.
-MAX_REQUESTS = 65535
 # Sets of sizes and settings that are kept; then all are dropped, and each is looked at once more.
 MOST_KEYS = 4096
 # Kinds of tensors that share a key: dtypes, strides, grad modes.
@@ -161,11 +158,6 @@ def _first(key: Any, t: Tensors, s: Settings, route: bool) -> Tensor:
             t = t._replace(output=torch.empty_like(t.v, memory_format=torch.contiguous_format))
         if B * t.v.shape[2] < 1:
             return t.output
-        if B > MAX_REQUESTS:
-            raise UnsupportedProblem(
-                f"{B} requests: expected at most {MAX_REQUESTS} a call, a launch's grid has no more"
-                " rows"
-            )
         contracts.check_sizes(bound.contract, t, s, B)
         adapt = _adapter(t, s)
         numbers = contracts.numbers(s, bound.contract.K)
@@ -176,7 +168,9 @@ def _first(key: Any, t: Tensors, s: Settings, route: bool) -> Tensor:
         if checking:
             arguments.check_width(**{name_of(f, s): getattr(t, f) for f in Tensors._fields[8:13]})
             arguments.check_values(bound.contract, values)
-        function = bound.at(B * t.v.shape[2])
+        function: Function = bound.at(B * t.v.shape[2])
+        if B > parts.MAX_REQUESTS:
+            function = parts.in_parts(function, bound.contract)
     try:
         function(*values)
     except (TypeError, ValueError, RuntimeError) as e:

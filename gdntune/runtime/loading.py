@@ -21,10 +21,6 @@ def plan(problem: Problem, device: str = "cuda", index: int = 0, **numbers: Any)
     """
     if fault := problem_fault(problem):
         raise UnsupportedProblem(fault)
-    if problem.B > call.MAX_REQUESTS:
-        raise UnsupportedProblem(
-            f"{problem.B} requests: expected at most {call.MAX_REQUESTS} a call"
-        )
     bound = _runtime(device, index).bind(problem.contract)
     return Plan(bound, problem.B, problem.HV, numbers)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gdntune.errors import UnsupportedProblem
 from gdntune.problem import Contract
-from gdntune.runtime import arguments, contracts, traced
+from gdntune.runtime import arguments, contracts, parts, traced
 from gdntune.runtime.contracts import Settings, Tensors
 from gdntune.runtime.dispatch import Bound, Function
 
@@ -46,6 +46,8 @@ class Plan:
         self._functions = [bound.at(max(B, 1) * HV) for B in range(batches + 1)]
         # a ragged call's B is not q's first size: it goes by the largest batch
         single = c.ragged or all(f is self._functions[1] for f in self._functions)
+        for B in range(parts.MAX_REQUESTS + 1, batches + 1):
+            self._functions[B] = parts.in_parts(self._functions[B], c)
         self._function: Function | None = self._functions[batches] if single else None
         self._known = False
 

@@ -3,12 +3,15 @@
 import pytest
 import torch
 
-from gdntune import sol
+from gdntune import kernels, sol
 from gdntune.checking.cases import floor_case, make_case
 from gdntune.checking.check import Truth
-from gdntune.problem import TYPES
+from gdntune.device import arch
+from gdntune.problem import TYPES, Contract
+from gdntune.runtime import parts
 
-from . import call, cover
+from . import call, cover, host
+from .call import program_of
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl has wheels for Linux alone")
 
@@ -38,6 +41,33 @@ def test_rows_hold_every_value():
         assert held >= set(values) - LEFT_OUT.get(field, set())
     for name in cover.decode_kernels():
         assert len(cover.rows(name)) >= 6, name
+
+
+def test_no_launch_has_more_requests_than_a_grid(builder):
+    """65,537 requests are two launches, the second with the rest of each tensor."""
+    B, contract = parts.MAX_REQUESTS + 2, Contract(K=64, V=32)
+    device = arch.target(cover.ARCH)
+    made = builder.get(contract, kernels.default(contract, B, device))
+    bf16 = {name: torch.empty(B, 1, 1, width, dtype=torch.bfloat16) for name, width in
+            (("q", 64), ("k", 64), ("v", 32), ("output", 32))}  # fmt: skip
+    gates = {name: torch.empty(B, 1, 1, dtype=torch.bfloat16) for name in "ab"}
+    parameters = {name: torch.empty(1) for name in ("A_log", "dt_bias")}
+    index = {f"{name}_index": torch.empty(B, dtype=torch.int32) for name in ("read", "write")}
+    state = torch.empty(4, 1, 32, 64, dtype=torch.bfloat16)
+    given = {**bf16, **gates, **parameters, **index, "state": state}
+    launches = []
+
+    def function(*arguments):
+        handed = [
+            host.DeviceTensor(x, x.data_ptr(), x.stride()) if isinstance(x, torch.Tensor) else x
+            for x in arguments
+        ]
+        launch = host.launch_of(made.library, made.function, handed, program_of(made.ptx))
+        launches.append((launch.grid[2], arguments[1].data_ptr() - given["q"].data_ptr()))
+
+    tensors = [given.get(name) for name in parts.Tensors._fields]
+    parts.in_parts(function, contract)(*tensors, 1.0, 1.0, 20.0, 0.0, 1.0, -1, 1)
+    assert launches == [(parts.MAX_REQUESTS, 0), (2, parts.MAX_REQUESTS * 64 * 2)]
 
 
 @pytest.mark.parametrize("row", cover.floor_rows(), ids=lambda row: row.id)

@@ -264,7 +264,6 @@ FLOW = {
     "k of none": ({"k": lambda x: None}, "k is of type NoneType: expected a torch.Tensor"),
     "a of a list": ({"a": lambda x: x.tolist()}, "a is of type list: expected a torch.Tensor"),
     "q with a gradient": (dict.fromkeys("qk", lambda x: x.requires_grad_()), "^q, k: requires_grad is set and gradients are on"),
-    "requests": (dict.fromkeys("qkvab", lambda x: x[:1].expand(65536, *x.shape[1:])), "65536 requests: expected at most 65535 a call"),
     "T of none": (dict.fromkeys("qkvab", lambda x: x[:, :0]), "tokens=0: expected 1 to 16"),
     "T too large": (dict.fromkeys("qkvab", lambda x: x.repeat_interleave(17, 1)), "tokens=17: expected 1 to 16"),
     "V": ({"v": lambda x: x[..., :48]}, "V=48: expected multiples of 32"),
@@ -627,6 +626,23 @@ def test_checked_mode_reads_what_lies_on_the_device(name):
     case = make_case(Problem(CONTRACTS[kind], 3, 2, 4), "cpu", permute=False)
     tensors = {field: torch.tensor(x) for field, x in changes.items()}
     assert "found by GDNTUNE_CHECK=1" in refused(match, call, case, **tensors)
+
+
+def test_checked_mode_refuses_a_decay_rate_that_overflows():
+    """Fault: exp(A_log) was inf above 88; times a softplus of 0 it gave NaN, which stays in the pool.
+    KDA's gates clamp it, and the CPU computes it.
+    """
+    large = torch.tensor([1.0, 89.0])
+    (fault,) = arguments.rate_faults(Contract(), large, "cuda")
+    assert fault == "A_log is 89 at most: expected up to 88 on CUDA"
+    kda = Contract(op="kda_decode", gate="softplus")
+    for contract, A_log, device in (
+        (Contract(), large - 1, "cuda"),
+        (Contract(), large, "cpu"),
+        (Contract(gate="log"), None, "cuda"),
+        (kda, large, "cuda"),
+    ):
+        assert not list(arguments.rate_faults(contract, A_log, device))
 
 
 @pytest.mark.usefixtures("checked")

@@ -1,0 +1,44 @@
+"""A call of more requests than a launch has blocks for, as several launches."""
+
+from collections.abc import Callable
+from typing import Any
+
+from gdntune.problem import Contract
+from gdntune.runtime.contracts import Tensors
+
+# CUDA's limit of a grid's third dimension, which requests lie along; the same on the CPU, so that
+# it can be tested there.
+MAX_REQUESTS = 65535
+TENSORS = len(Tensors._fields)
+
+
+def in_parts(function: Callable[..., Any], contract: Contract) -> Callable[..., None]:
+    """A compiled function, called by as many requests at once as it can launch, one part after the
+    other on the current stream. It allocates nothing and copies nothing: parts are views.
+    """
+    own = _own(contract)
+
+    def run(*arguments: Any) -> None:
+        t, numbers = Tensors._make(arguments[:TENSORS]), arguments[TENSORS:]
+        B = t.cu_seqlens.shape[0] - 1 if contract.ragged else t.q.shape[0]
+        for first in range(0, B, MAX_REQUESTS):
+            last = min(first + MAX_REQUESTS, B)
+            part = {f: x[first:last] for f in own if (x := getattr(t, f)) is not None}
+            if contract.ragged:
+                # offsets into the same tokens, the end of the last request among them
+                part["cu_seqlens"] = t.cu_seqlens[first : last + 1]
+            function(*t._replace(**part), *numbers)
+
+    return run
+
+
+def _own(contract: Contract) -> tuple[str, ...]:
+    """The tensors that have a row for each request."""
+    fields = ["read_index", "write_index", "slot_index", "accepted"]
+    if not contract.ragged:
+        fields += ["q", "k", "v", "a", "b", "output"]
+    if not contract.pool:
+        fields.append("state")
+    if contract.intermediate == "dense":
+        fields.append("intermediate")
+    return tuple(fields)
