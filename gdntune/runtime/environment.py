@@ -9,6 +9,8 @@ VARIABLES = {
     "GDNTUNE_BUNDLE": f"folders of compiled objects, separated by {os.pathsep!r}",
     "GDNTUNE_CHECK": "1 checks indices, counts and duplicates at each call; it synchronises",
     "GDNTUNE_LOG": "debug, info, warning or error: prints gdntune's log to stderr from that level",
+    "GDNTUNE_VLLM": "1 makes vLLM's layers decode by gdntune, by its plug-in",
+    "GDNTUNE_SGLANG": "1 makes SGLang's dispatchers decode by gdntune, by its plug-in",
 }
 
 
@@ -36,3 +38,8 @@ def checking() -> bool:
 def log_level() -> str:
     """The level that GDNTUNE_LOG names; empty where it is not set."""
     return _get("GDNTUNE_LOG").lower()
+
+
+def plugin_is_on(name: str) -> bool:
+    """Whether an engine's plug-in is asked for, by GDNTUNE_VLLM or GDNTUNE_SGLANG."""
+    return _get(name) not in ("", "0")

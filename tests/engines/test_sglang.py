@@ -1,0 +1,196 @@
+"""SGLang's plug-in: its dispatchers, built after the hooks are applied, call ours, and are right
+against their own kernels; what is not served goes on.
+
+With an unpacked wheel of SGLang in .gpu_kit/sources its own dispatchers, backends and registry of
+hooks are used too; elsewhere stand-ins with their recorded signatures.
+"""
+
+import importlib
+import logging
+from pathlib import Path
+
+import pytest
+import stand_ins
+import theirs
+import torch
+
+from gdntune.engines import sglang as ours
+from gdntune.engines import substitute
+from gdntune.errors import UnsupportedProblem
+
+H, HV, K, V, SLOTS = 2, 4, 64, 64, 12
+SOURCES = Path(__file__).parent.parent.parent / ".gpu_kit" / "sources"
+
+
+@pytest.fixture(params=["stand-in", "their own"])
+def sglang(request, tmp_path, monkeypatch):
+    """A package sglang that can be imported, and the plug-in as in a new process."""
+    real = SOURCES if request.param == "their own" else None
+    if real is not None and not (real / "sglang").exists():
+        pytest.skip("no unpacked sglang in .gpu_kit/sources")
+    for name, value in (("_null", None), ("_hooked", False), ("_choice_added", False)):
+        monkeypatch.setattr(ours, name, value)
+    monkeypatch.delenv("GDNTUNE_SGLANG", raising=False)
+    stand_ins.write_sglang(tmp_path, real)
+    with stand_ins.importable(tmp_path, "sglang"):
+        theirs.CALLS.clear()
+        yield importlib.import_module
+        substitute._said.clear()
+
+
+def dispatcher(sglang, op, decode="triton", verify="triton"):
+    """A dispatcher as SGLang builds it after its plug-ins are loaded."""
+    sglang("sglang.srt.plugins.hook_registry").HookRegistry.apply_hooks()
+    backend = sglang(f"{ours.LINEAR}.utils").LinearAttnKernelBackend
+    built = getattr(sglang(f"{ours.LINEAR}.{op}_backend"), f"{op.upper()}KernelDispatcher")
+    return built(backend(decode), backend("triton"), backend(verify))
+
+
+def normal(*shape, seed=0):
+    """Random numbers that depend on their shape and seed alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def indices(*values):
+    """int32 indices."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def calls(op):
+    """The arguments of each method, made anew at each call: 4 rows, in verify of 3 and 1 tokens."""
+    kda = op == "kda"
+    heads = HV if kda else H
+    mixed = normal(4, 2 * heads * K + HV * V + 32)[:, : 2 * heads * K + HV * V]
+    q, k, v = (x.unsqueeze(0) for x in theirs.split(mixed, HV, K, V))
+    gates = {
+        "a": normal(4, HV * K) if kda else normal(4, HV), "b": normal(4, HV, seed=1),
+        "A_log": normal(1, 1, HV, 1, seed=2) if kda else normal(HV, seed=2),
+        "dt_bias": normal(HV * K, seed=3) if kda else normal(HV, seed=3),
+        **({"lower_bound": -5.0} if kda else {}),
+    }  # fmt: skip
+
+    def common(*slots):
+        pool = normal(SLOTS, HV * V * K + 32)[:, : HV * V * K].unflatten(1, (HV, V, K))
+        return {**gates, "ssm_states": pool, "cache_indices": indices(*slots)}
+
+    rows = {"q": q, "k": k, "v": v}
+    return {
+        "decode": lambda: {
+            **rows, **common(3, 0, 7, -1), "query_start_loc": indices(0, 1, 2, 3, 4),
+        },
+        "packed_decode": lambda: {
+            "mixed_qkv": mixed, **common(3, 0, 7, -1), "scale": K**-0.5, "num_v_heads": HV,
+            "head_v_dim": V, "replayssm_d": None,
+        },
+        "target_verify": lambda: {
+            **rows, **common(3, 0, -1), "query_start_loc": indices(0, 3, 4),
+            "intermediate_states_buffer": torch.zeros(5, 3, HV, V, K),
+            "intermediate_state_indices": indices(2, 0, 1), "cache_steps": 3,
+            "retrieve_parent_token": None, "stable_rows": False,
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["triton", "gdntune"])
+@pytest.mark.parametrize("method", ["decode", "packed_decode", "target_verify"])
+@pytest.mark.parametrize("op", ["gdn", "kda"])
+def test_calls_reach_ours_and_are_right(op, method, backend, sglang, monkeypatch):
+    """Outputs, pools and buffers of each method are what SGLang's own kernel gives, by ours alone;
+    --linear-attn-decode-backend gdntune is a choice that its dispatchers can be built with.
+    """
+    arguments, reference = calls(op)[method], calls(op)[method]()
+    plain = dispatcher(sglang, op)
+    expected = getattr(plain, method)(**reference)
+    assert theirs.CALLS[f"{op}.{method}"] == 1
+    # the hooks are applied once in a process: this one had none yet
+    sglang("sglang.srt.plugins.hook_registry").HookRegistry._patched.clear()
+    monkeypatch.setenv("GDNTUNE_SGLANG", "1")
+    ours.plugin()
+    ours.plugin()
+    choices = sglang("sglang.srt.arg_groups.choices").LINEAR_ATTN_KERNEL_BACKEND_CHOICES
+    assert choices.count("gdntune") == 1
+    built = dispatcher(sglang, op, decode=backend, verify=backend)
+    call = arguments()
+    output = getattr(built, method)(**call)
+    assert theirs.CALLS[f"{op}.{method}"] == 1
+    torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-5)
+    for name in ("ssm_states", "intermediate_states_buffer"):
+        if name in call:
+            torch.testing.assert_close(call[name], reference[name], atol=2e-6, rtol=2e-5)
+    assert type(built.decode_kernel) is type(plain.decode_kernel)
+    assert built.supports_packed_decode
+
+
+def test_off_without_the_variable(sglang, monkeypatch):
+    """Unless GDNTUNE_SGLANG is 1 the entry point registers nothing."""
+    for off in ("", "0"):
+        monkeypatch.setenv("GDNTUNE_SGLANG", off)
+        ours.plugin()
+    assert not sglang("sglang.srt.plugins.hook_registry").HookRegistry._hooks
+    with pytest.raises(ValueError, match="Unsupported|supports"):
+        dispatcher(sglang, "gdn", decode="gdntune")
+
+
+def test_disable(sglang):
+    """Dispatchers that are built after disable() are SGLang's own again, gdntune refused included."""
+    ours.enable()
+    assert dispatcher(sglang, "gdn").decode_kernel.decode.counts.served == 0
+    ours.disable()
+    assert not hasattr(dispatcher(sglang, "gdn").decode_kernel.decode, "counts")
+    with pytest.raises(ValueError):
+        dispatcher(sglang, "gdn", decode="gdntune")
+
+
+def test_what_was_chosen_stays(sglang, monkeypatch):
+    """A backend that is not Triton keeps its kernel; trees of drafts stay with Triton."""
+    ours.enable()
+    module = sglang(f"{ours.LINEAR}.gdn_backend")
+    built = dispatcher(sglang, "gdn")
+    assert not hasattr(built.tree_verify_kernel.target_verify, "counts")
+    assert not hasattr(built.extend_kernel.decode, "counts")
+    if hasattr(module, "Other"):
+        other = dispatcher(sglang, "gdn", decode="flashinfer")
+        assert type(other.decode_kernel) is module.Other
+        assert other.supports_packed_decode is False
+        assert other.verify_kernel.target_verify.counts.served == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "said"),
+    [
+        ("packed_decode", {"replayssm_d": torch.zeros(1)}, "replayssm_d: a ring of drafts"),
+        ("target_verify", {"cache_steps": 17}, "max_tokens=17"),
+        ("decode", {"query_start_loc": indices(0, 3, 4)}, "4 rows of 2 requests"),
+        (
+            "decode",
+            {"ssm_states": torch.zeros(SLOTS, HV, V, K).double()},
+            "initial_state has dtype",
+        ),
+    ],
+)
+def test_what_is_not_served_is_theirs(method, change, said, sglang, caplog, monkeypatch):
+    """SGLang's kernel gets the same arguments, with one line of log for all such calls."""
+    given = []
+    monkeypatch.setattr(theirs, "sglang", lambda *call: given.append(call) or "theirs")
+    ours.enable()
+    built = dispatcher(sglang, "gdn")
+    call = calls("gdn")[method]() | change
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert getattr(built, method)(**call) == "theirs"
+    assert len(given) == 3
+    there = given[0][2]["kwargs"] | given[0][2]
+    assert all(there[name] is x for name, x in call.items())
+    lines = [r.message for r in caplog.records if r.name == "gdntune.engines"]
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+def test_null_index_is_an_argument(sglang):
+    """With null_index=0 slot 0 is padding, and another one afterwards is refused."""
+    ours.enable(null_index=0)
+    call = calls("gdn")["packed_decode"]()
+    output = dispatcher(sglang, "gdn").packed_decode(**call)
+    assert output[0, 1].abs().max() == 0
+    with pytest.raises(UnsupportedProblem, match=r"null_index=-1: since enable\(\) it is 0"):
+        ours.enable()
