@@ -4,7 +4,7 @@ sizes).
 A contract's fields are what a table's rules are keyed on; nothing here imports torch.
 """
 
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -99,13 +99,18 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
         return ".".join(parts)
 
 
+# With two of them as factors, work units fit into 64 bits.
+MAX_SIZE = 2**31 - 1
+Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIZE)]
+
+
 class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
     """A contract at a batch size B, H q/k heads and HV value heads (GVA: HV is a multiple of H)."""
 
     contract: Contract
-    B: int
-    H: int
-    HV: int
+    B: Size
+    H: Size
+    HV: Size
 
     @property
     def work_units(self) -> int:
@@ -173,8 +178,8 @@ def problem_fault(p: Any) -> str | None:
         value = getattr(p, name)
         if type(value) is not int:
             return f"{shown(name, value)}: expected int"
-        if value < 1:
-            return f"{name}={value}: expected integers from 1"
+        if not 1 <= value <= MAX_SIZE:
+            return f"{name}={value}: expected integers from 1 to {MAX_SIZE}"
     if p.HV % p.H:
         return (
             f"HV={p.HV}, H={p.H}: HV must be a multiple of H (each q/k head serves HV/H value"

@@ -411,18 +411,25 @@ def _quartiles(ordered: Sequence[float]) -> tuple[float, float, float]:
     return at(1), at(2), at(3)
 
 
+# No call takes eleven days.
+MOST_US = 1e12
+
+
 def summary(samples: Sequence[float]) -> Stats:
-    """Stats of samples in microseconds. MeasurementError where there are none, or one is negative
-    or not finite.
+    """Stats of samples in microseconds. MeasurementError where there are none, or one is negative,
+    not finite or longer than MOST_US.
     """
     if not samples:
         raise MeasurementError("no samples: nothing was timed")
     ordered = sorted(samples)
-    mean = statistics.fmean(samples)
+    try:
+        mean = statistics.fmean(samples)
+    except OverflowError:
+        mean = math.inf
     # A report has 200,000 of these. NaN, which has no place in an order, makes the mean NaN.
-    if not (ordered[0] >= 0 and mean < math.inf):
+    if not (ordered[0] >= 0 and mean < MOST_US):
         for i, sample in enumerate(samples):
-            if not 0 <= sample < math.inf:
+            if not 0 <= sample < MOST_US:
                 raise MeasurementError(
                     f"sample {i} of {len(samples)} is {sample} us: time it again"
                 )

@@ -592,9 +592,9 @@ def test_summary_is_ordered(samples):
         assert [stats.q1_us, stats.median_us, stats.q3_us] == pytest.approx(quartiles)
 
 
-@pytest.mark.parametrize("samples", [[], [1.0, float("nan")], [float("inf")], [-0.5]])
+@pytest.mark.parametrize("samples", [[], [1.0, float("nan")], [float("inf")], [-0.5], [1e308] * 2])
 def test_summary_refuses(samples):
-    """No samples, and times that cannot be true, are errors."""
+    """No samples, and times that cannot be true, are errors. Fault: of 1e308 us an OverflowError."""
     with pytest.raises(MeasurementError):
         summary(samples)
 

@@ -141,7 +141,9 @@ def indices(text: str | None, executor: str) -> tuple[int, ...]:
             f"--devices with --executor {executor}: Ray says which devices there are; leave one out"
         )
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+    if not all(part.isdecimal() and len(part) < 5 for part in parts) or len(set(parts)) < len(
+        parts
+    ):
         raise UnsupportedProblem(
             f"--devices {text!r}: expected device numbers in torch's order, each once, as 0,1,2"
         )
@@ -161,6 +163,7 @@ def config_of(
     some are, at other sizes, where some are given. It may name the kernels of the user's modules.
     """
     from gdntune import kernels
+    from gdntune.problem import MAX_TOKENS
     from gdntune.tuning import config, models
 
     kernels.use(own_kernels or ())
@@ -175,7 +178,7 @@ def config_of(
     return models.overridden(
         found,
         numbers("--batch", batch),
-        numbers("--tokens", tokens),
+        numbers("--tokens", tokens, most=MAX_TOKENS),
         (pair[0], pair[1]) if pair else None,
     )
 
@@ -213,15 +216,19 @@ def _named(path: Path) -> Path | str:
     )
 
 
-def numbers(option: str, text: str | None, *, distinct: bool = True) -> tuple[int, ...]:
+def numbers(
+    option: str, text: str | None, *, distinct: bool = True, most: int = 2**31 - 1
+) -> tuple[int, ...]:
     """The whole numbers of an option such as `--batch 1,4,16`; none where it was not given."""
     if text is None:
         return ()
     parts = [part.strip() for part in text.split(",")]
     twice = distinct and len(set(parts)) < len(parts)
-    if twice or not all(part.isdecimal() and int(part) for part in parts):
+    # of 5,000 digits Python makes no number
+    whole = all(part.isdecimal() and len(part) < 20 and 1 <= int(part) <= most for part in parts)
+    if twice or not whole:
         raise UnsupportedProblem(
-            f"{option} {text!r}: expected whole numbers from 1 on, each once, as 1,4,16"
+            f"{option} {text!r}: expected whole numbers from 1 to {most}, each once, as 1,4,16"
         )
     return tuple(map(int, parts))
 

@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -100,10 +100,10 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Kind
     name: str
     arch: str
-    sm_count: int
-    l2_bytes: int
-    memory_bytes: int
-    peak_gb_s: float | None = None
+    sm_count: Annotated[int, msgspec.Meta(ge=1)]
+    l2_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    peak_gb_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     peak_source: Literal["datasheet", "nvml", "measured", "unknown"] = "unknown"
 
     @property

@@ -499,6 +499,7 @@ def _parse(data: bytes, path: Path) -> tuple[Run, list[Record]]:
             newer = strict.newer_writer(data)
             _refuse_unknown_kind(line, number, path, newer)
             try:
+                strict.refuse_odd_json(line, f"{path}: line {number}", JournalError)
                 strict.decode(
                     line, Run | Build | Check | Trial | Cell, f"{path}: line {number}", JournalError
                 )

@@ -27,7 +27,8 @@ from gdntune.sol import Bound
 
 SCHEMA = "gdntune.table/1"
 # The runtime computes them in 64 bits.
-WorkUnits = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+MAX_WORK_UNITS = 2**63 - 1
+WorkUnits = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORK_UNITS)]
 Micros = Annotated[float, msgspec.Meta(gt=0)]
 
 # Without these equal a variant's tile and vector sizes mean something else, so a rule says nothing.
@@ -174,7 +175,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The nearest rule and its interval; None where no rule is near. UnsupportedProblem for
         work units below 1.
         """
-        _check_work_units(work_units)
+        check_work_units(work_units)
         ranked = self.ranked(contract)
         return (ranked[0], ranked[0].at(work_units)) if ranked else None
 
@@ -353,10 +354,11 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _check_work_units(work_units: int) -> None:
-    if work_units < 1:
+def check_work_units(work_units: int) -> None:
+    """UnsupportedProblem for work units that no call has."""
+    if not 1 <= work_units <= MAX_WORK_UNITS:
         raise UnsupportedProblem(
-            f"work units (B*HV) are {work_units}: expected an integer from 1"
+            f"work units (B*HV) are {work_units}: expected an integer from 1 to {MAX_WORK_UNITS}"
         )
 
 

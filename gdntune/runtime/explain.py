@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from gdntune import kernels
 from gdntune.device import arch
-from gdntune.errors import UnsupportedProblem
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract
 from gdntune.results import table
@@ -25,8 +24,7 @@ def explanation(
     `variant` is the default rule's choice where no rule is near. Without a given table it is what
     the runtime calls on the device at hand.
     """
-    if work_units < 1:
-        raise UnsupportedProblem(f"work units (B*HV) are {work_units}: expected integers from 1")
+    table.check_work_units(work_units)
     if table_path is not None:
         found = table.load(table_path)
         kernels.check_names(map(found.variant, found.variants), str(table_path))

@@ -93,7 +93,7 @@ def read_hf(path: Path) -> LinearAttention:
     file = path / "config.json" if path.is_dir() else path
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(
             f"{file}: {getattr(e, 'strerror', None) or e}; expected a model's config.json"
         ) from None
@@ -123,8 +123,8 @@ def from_hf(document: Mapping[str, Any], source: str) -> LinearAttention:
         return _gdn_of(document, kind, layers)
     linear = document.get("linear_attn_config")
     linear = linear if isinstance(linear, dict) else {}
-    heads = linear.get("num_heads") or _number(document, "linear_num_heads")
-    size = linear.get("head_dim") or _number(document, "linear_head_dim") or 128
+    heads = _number(linear, "num_heads") or _number(document, "linear_num_heads")
+    size = _number(linear, "head_dim") or _number(document, "linear_head_dim") or 128
     bound = linear.get("gate_lower_bound", document.get("linear_lower_bound"))
     if kind.startswith("bailing"):  # Ling: KDA with the heads of its attention
         heads = heads or _number(document, "num_attention_heads")
@@ -137,6 +137,8 @@ def from_hf(document: Mapping[str, Any], source: str) -> LinearAttention:
             " expected linear_num_key_heads (GDN), or linear_attn_config or linear_num_heads (KDA),"
             f" at the top or in text_config; presets are {listed(PRESETS)}"
         )
+    if bound is not None and (not isinstance(bound, int | float) or isinstance(bound, bool)):
+        raise ConfigError(f"{source}: the gate's lower bound is {bound!r}: expected a number")
     gate: Gate = "softplus" if bound is None else "lower_bound"
     return LinearAttention(kind, "kda_decode", heads, heads, size, size, gate, layers)
 

@@ -64,10 +64,16 @@ def test_dry_run_writes_nothing(tmp_path, monkeypatch):
         (("--tokens", "x"), "--tokens 'x'"),
         (("--heads", "3,4"), "HV a multiple of H"),
         (("--heads", "4"), "expected H,HV"),
+        (("--batch", str(2**63)), "whole numbers from 1 to 2147483647"),
+        (("--batch", "9" * 5000), "whole numbers from 1 to 2147483647"),
+        (("--tokens", "17"), "whole numbers from 1 to 16"),
+        (("--heads", f"4,{2**40}"), "whole numbers from 1 to 2147483647"),
     ],
 )
 def test_refused_overrides(option, said):
-    """A wrong override is one message and exit code 2."""
+    """A wrong override is one message and exit code 2. Fault: sizes of 64 bits and more were taken,
+    and 17 tokens, which no kernel has.
+    """
     result = run("sweep", "quickstart", "--dry-run", "--device", "cpu", *option)
     assert result.exit_code == 2 and said in result.stderr
 

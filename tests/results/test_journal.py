@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -595,3 +596,23 @@ def test_a_folder_deleted_before_its_journal_began(tmp_path):
             with pytest.raises(JournalError, match="folder was deleted or moved while objects were"):
                 look()
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b'"B":4', b'"B":9223372036854775808', "problem.B is 9223372036854775808: expected an integer <= 2147483647"),
+        (b'"B":4', b'"B":-1', "problem.B is -1: expected an integer >= 1"),
+        (b'"sm_count":132', b'"sm_count":0', "device.sm_count is 0: expected an integer >= 1"),
+        (b"[3.0,3.125]", b"[3.0,NaN]", "samples_us[1] is nan: expected a finite number"),
+    ],
+)  # fmt: skip
+def test_numbers_that_nothing_can_be_made_of(tmp_path, old, new, said):
+    """Faults: a journal's 2^63 requests, and a device of no SMs, were tracebacks of a report; NaN was
+    a byte's offset.
+    """
+    with written(tmp_path) as j:
+        path = j.path
+    path.write_bytes(path.read_bytes().replace(old, new))
+    with pytest.raises(JournalError, match=rf"line \d: \$\.{re.escape(said)}"):
+        journal.read(path)

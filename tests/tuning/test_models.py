@@ -85,11 +85,22 @@ def test_kimis_checkpoint(tmp_path):
         ('{"model_type": "llama"}', "'llama' names no gated delta rule: expected linear_num_key"),
         ("[1]", "expected a JSON object"),
         ("{", "expected a model's config.json"),
+        (
+            '{"model_type": "kimi", "linear_attn_config": {"num_heads": [4]}}',
+            "names no gated delta",
+        ),
+        (
+            '{"linear_num_heads": 4, "linear_lower_bound": "x"}',
+            "lower bound is 'x': expected a number",
+        ),
+        ("[" * 100_000, "expected a model's config.json"),
         (None, "No such file.*expected a model's config.json"),
     ],
 )
 def test_refused(tmp_path, text, said):
-    """A file of another kind is one message that says what is expected."""
+    """A file of another kind is one message that says what is expected. Faults: heads in a list, and
+    brackets without end, were tracebacks; a bound that is no number was taken.
+    """
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=said):
