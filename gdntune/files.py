@@ -12,9 +12,9 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Writes a file whole or not at all: what stood there stands until all of it is on the disk.
 
     Folders are made. Of a symbolic link the target is replaced, so that the link stays; what is
-    replaced gives its mode. A character
-    device or a FIFO (/dev/stdout, a shell's `>(...)`) is written to: to put a file in its place
-    would destroy it. Raises OSError, with the path as its filename.
+    replaced gives its mode. A character device or a FIFO (/dev/stdout, a shell's `>(...)`) is
+    written to: to put a file in its place would destroy it. Raises OSError, with the path as its
+    filename.
     """
     path = Path(path)
     try:

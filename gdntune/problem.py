@@ -39,8 +39,8 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
     beta: `logit` (sigmoid is applied) or `given`.
     mode: `update` writes the final state, `frozen` does not.
     intermediate: where the state after each token goes: nowhere, `dense` (a buffer by batch row),
-        `indexed` (a buffer by
-    `intermediate_state_indices`), `slots` (the pool itself, by `ssm_state_indices`).
+        `indexed` (a buffer by `intermediate_state_indices`), `slots` (the pool itself, by
+        `ssm_state_indices`).
     accepted: with `slots`, the start column comes from `num_accepted_tokens`.
     pool: the state is a pool of slots named by index tensors; otherwise row n of the state belongs
         to request n.

@@ -94,11 +94,9 @@ def kept_bytes(problem: Problem, device: Device, l2_policy: str) -> int:
     """The bytes that L2 can keep off the DRAM within the timed call.
 
     `cold-clean`: writes may stay, up to L2's size. `warm`: everything may. `cold-dirty` and
-    `rotate`: none, since each
-    line kept pushes out a modified one. `chain`: all but the states, since what was just written is
-    read and what is
-    written is used at once; states are written back while the next kernels run, who wait for it, so
-    that is in the time.
+    `rotate`: none, since each line kept pushes out a modified one. `chain`: all but the states,
+    since what was just written is read and what is written is used at once; states are written back
+    while the next kernels run, who wait for it, so that is in the time.
     """
     if l2_policy == "cold-clean":
         return min(device.l2_bytes, floor_form(problem.contract).writes * state_bytes(problem))

@@ -155,7 +155,8 @@ def fault(raw: Any, kind: Any, message: str, path: str = "$") -> str:
         name, index = step
         if name and (tags := _tags(kind, name)):
             return f"{path}.{name} is {short(raw[name])}: expected {one_of(tags)}"
-        if index == "...":  # the path of a mapping's entry, which msgspec does not name
+        # the path of a mapping's entry, which msgspec does not name
+        if index == "...":
             return _entry_fault(raw, _argument(kind, raw, -1), what, path)
         kind = _field_kind(kind, raw, name) if name else _argument(kind, raw, 0)
         raw = raw[name] if name else raw[int(index)]
@@ -194,7 +195,8 @@ def _described(raw: Any, kind: Any, what: str, path: str) -> str:
     if "Invalid enum value" in what or any(get_origin(m) is Literal for m in members):
         accepted = [a for m in members if get_origin(m) is Literal for a in get_args(m)]
         return f"{path} is {short(raw)}{near(raw, accepted)}: expected {one_of(accepted)}"
-    if what.startswith("Invalid value"):  # the tag of a union of structs
+    # the tag of a union of structs
+    if what.startswith("Invalid value"):
         accepted = [m.__struct_config__.tag for m in _members(kind, None) if _is_struct(m)]
         return f"{path} is {short(raw)}: expected {one_of(accepted)}"
     expected = re.sub(r", got `.*`$", "", what).replace("Expected ", "")

@@ -29,11 +29,14 @@ L2 = Literal["cold-clean", "cold-dirty", "rotate", "warm", "chain"]
 # Its argument is the turn, how many timed calls came before, so that `rotate` can walk slots; under
 # `chain` the layer.
 Call = Callable[[int], Any]
-Reader = Callable[[Any], Any]  # reads a whole tensor in one kernel whose name contains cupti.FLUSH
+# reads a whole tensor in one kernel whose name contains cupti.FLUSH
+Reader = Callable[[Any], Any]
 
 TIE_SHARE = 0.01
-CUPTI_STEP_US = 0.032  # CUPTI's clock on an H100: 1% of 3 us
-BATCH = 1024  # calls between two synchronisations: bounds CUPTI's buffers and the events kept
+# CUPTI's clock on an H100: 1% of 3 us
+CUPTI_STEP_US = 0.032
+# calls between two synchronisations: bounds CUPTI's buffers and the events kept
+BATCH = 1024
 MARKER_BYTES = 16 << 10
 # Calls in a graph: their flushes, 45 us each on an H100, differ by half a microsecond, the mean of
 # 10 by a sixth of one.
@@ -47,12 +50,9 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How times are taken; part of every key, since the winners differ.
 
     l2, before each call: `cold-clean` reads a buffer of at least twice L2, `cold-dirty` zeroes one,
-        `rotate` leaves it
-    to the call to walk through slots, `warm` does nothing. `chain` is what a call adds to a chain
-    of layers, each with
-    what a model does around it; on CUDA the chain is a CUDA graph, so its timer is `graph`. On the
-    CPU it is the clock
-    around the call in such a chain.
+    `rotate` leaves it to the call to walk through slots, `warm` does nothing. `chain` is what a
+    call adds to a chain of layers, each with what a model does around it; on CUDA the chain is a
+    CUDA graph, so its timer is `graph`. On the CPU it is the clock around the call in such a chain.
     """
 
     timer: TimerName = "auto"
@@ -218,7 +218,8 @@ class EventTimer(Timer):
                 (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             )
             for event in self._events[-1]:
-                event.record()  # torch makes an event at its first record: not between a call and its end
+                # torch makes an event at its first record: not between a call and its end
+                event.record()
         events = self._events[: len(order)]
         torch.cuda.synchronize()
         for turn, (i, (start, end)) in enumerate(zip(order, events, strict=True), first):
@@ -250,8 +251,7 @@ class GraphTimer(Timer):
     the calls.
 
     What a call costs those after it is in its time: under cold-clean and cold-dirty the flush that
-        follows waits until the
-    lines that the call modified are written back.
+    follows waits until the lines that the call modified are written back.
     """
 
     def __init__(
@@ -279,7 +279,8 @@ class GraphTimer(Timer):
     @contextlib.contextmanager
     def _ready(self, calls: Sequence[Call]) -> Iterator[None]:
         base, *works = (functools.partial(self._body, call) for call in (None, *calls))
-        base()  # a capture may load no kernel; the calls have run
+        # a capture may load no kernel; the calls have run
+        base()
         with self._difference.between(base, works):
             yield
 
@@ -348,7 +349,8 @@ def make_timer(device: Device, policy: Policy, reader: Reader | None = None) -> 
     marker = torch.zeros(MARKER_BYTES // 4, dtype=torch.int32, device="cuda")
     mark: Callable[[], Any] = functools.partial(reader, marker) if reader else _nothing
     if reader is None and resolved.timer == "graph":
-        mark = functools.partial(marker.add_, 1)  # torch warns of a graph without a kernel
+        # torch warns of a graph without a kernel
+        mark = functools.partial(marker.add_, 1)
     before, markers = mark, 1
     if resolved.l2 == "cold-clean":
         turn = itertools.cycle(buffers)
@@ -365,7 +367,8 @@ def make_timer(device: Device, policy: Policy, reader: Reader | None = None) -> 
             zero()
             mark()
 
-    before()  # compiles or loads the reader
+    # compiles or loads the reader
+    before()
     if resolved.timer == "cupti":
         return CuptiTimer(resolved, before, cupti.recorder(), torch.cuda.synchronize, markers)
     if resolved.timer == "graph":
@@ -456,11 +459,9 @@ def measured_peaks(
     see `arch.peak_disagreement`.
 
     measured: the best of `rounds` copies within the device's memory, bytes read and written; on the
-        CPU also of updates
-    in place, since a copy's stores there read their lines first. Each of two buffers has `size`
-    bytes, by default 1 GiB
-    (CPU: 256 MiB) and 8 times the last-level cache: no flush is needed, and the launch gaps are
-    below 1%.
+        CPU also of updates in place, since a copy's stores there read their lines first. Each of
+        two buffers has `size` bytes, by default 1 GiB (CPU: 256 MiB) and 8 times the last-level
+        cache: no flush is needed, and the launch gaps are below 1%.
     """
     import torch
 

@@ -21,11 +21,10 @@ A row is K values of one v (states) or V values of one head (outputs; its norm c
 
 ARITHMETIC = 64 is about four times what fp32 loses at worst. Softplus as log(1 + exp(x)) is off by
 u, which exp(A_log) = 16 makes 16 u of the decay; a sum over K = 256 in one chain loses up to 10 u
-of the row; fast exp, rsqrt and division 2 to 4 u each.
-Measured on random cases: 3 u for PyTorch's fp32; 17 u for fused sums in one chain with approximate
-gates; 19 u for `recurrent` on an H100 80GB HBM3 over 16 contracts (2026-11-28). What is refused is
-far off: a decay, beta or normalised k rounded to bf16 is off by 2^-9, 32768 u; a sigmoid by
-tanh.approx by 2^-11.
+of the row; fast exp, rsqrt and division 2 to 4 u each. Measured on random cases: 3 u for PyTorch's
+fp32; 17 u for fused sums in one chain with approximate gates; 19 u for `recurrent` on an H100 80GB
+HBM3 over 16 contracts (2026-11-28). What is refused is far off: a decay, beta or normalised k
+rounded to bf16 is off by 2^-9, 32768 u; a sigmoid by tanh.approx by 2^-11.
 """
 
 import dataclasses

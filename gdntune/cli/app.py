@@ -236,10 +236,9 @@ def bench(
     """Time other libraries' kernels beside the tuned choice, the default and the floor; write
     journal and report to a folder.
 
-    A peer that is not installed, does not serve a problem, fails its check or crashes is a row
-    that says so. Several devices share the cells. A bench that was stopped is resumed. The exit
-    code is 0 where all cells of
-    ours were timed, else 1.
+    A peer that is not installed, does not serve a problem, fails its check or crashes is a row that
+    says so. Several devices share the cells. A bench that was stopped is resumed. The exit code is
+    0 where all cells of ours were timed, else 1.
     """
     import msgspec
 

@@ -116,7 +116,8 @@ def refusing(function: F) -> F:
             typer.echo(f"gdntune: {e}", err=True)
             raise typer.Exit(WRONG_USE) from None
         except BrokenPipeError:
-            raise  # what reads our output has enough, as `| head` has
+            # what reads our output has enough, as `| head` has
+            raise
         except OSError as e:
             typer.echo(f"gdntune: {io_fault(e)}", err=True)
             raise typer.Exit(WRONG_USE) from None

@@ -63,7 +63,8 @@ def table_which(
     runtime = Runtime(device)
     log = logging.getLogger("gdntune")
     level = log.level
-    log.setLevel(logging.ERROR)  # what the runtime warns of stands in the rows
+    # what the runtime warns of stands in the rows
+    log.setLevel(logging.ERROR)
     try:
         rows = [_which(op, device, runtime.source(op)) for op in typing.get_args(Op)]
     finally:

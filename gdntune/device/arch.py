@@ -87,14 +87,12 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: as torch reports it ("NVIDIA H100 80GB HBM3"), or the CPU's model name.
     arch: the compiler's name ("sm_90a"); of a CPU its machine, its widest vectors and a hash of its
-        flags
-    ("x86_64-avx512-1a2b3c4d"), since its objects are built for the CPU at hand and are SIGILL on
-    another.
+        flags ("x86_64-avx512-1a2b3c4d"), since its objects are built for the CPU at hand and are
+        SIGILL on another.
     sm_count: SMs, or usable threads. l2_bytes: L2, or the last-level cache.
     peak_gb_s: the DRAM's peak, 1e9 bytes a second; None where only a measurement could tell. What
-        `detect` returns is
-    never measured, so that two detections of one machine are equal; `timing.measured_peaks`
-    measures.
+        `detect` returns is never measured, so that two detections of one machine are equal;
+        `timing.measured_peaks` measures.
     """
 
     kind: Kind
@@ -226,7 +224,8 @@ def _detect_cuda(index: int) -> Device:
 
     p = torch.cuda.get_device_properties(index)
     peak, source = datasheet_gb_s(p.name), "datasheet"
-    if peak is None and not re.search(MIG, p.name):  # NVML tells the whole card's
+    # NVML tells the whole card's
+    if peak is None and not re.search(MIG, p.name):
         peak, source = nvml_peak_gb_s(index), "nvml"
     return Device(
         kind="cuda",
@@ -258,11 +257,13 @@ def _cpu_identity(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
     with contextlib.suppress(OSError):
         for line in cpuinfo.read_text().splitlines():
             key, _, value = line.partition(":")
-            fields.setdefault(key.strip(), value.strip())  # the first CPU's block speaks for all
+            # the first CPU's block speaks for all
+            fields.setdefault(key.strip(), value.strip())
     name = fields.get("model name", "")
     if not name and platform.system() == "Darwin":
         name = _first_line(["sysctl", "-n", "machdep.cpu.brand_string"])
-    if not name and "CPU part" in fields:  # Arm's cpuinfo has no model name
+    # Arm's cpuinfo has no model name
+    if not name and "CPU part" in fields:
         name = f"Arm {fields.get('CPU implementer', '')} {fields['CPU part']}"
     flags = fields.get("flags") or fields.get("Features") or ""
     return name or platform.processor() or platform.machine() or "CPU", tuple(sorted(flags.split()))
@@ -282,7 +283,8 @@ def cpu_threads() -> int:
     """Threads worth starting: the cores this process may run on, and no more than its cgroup's
     quota pays for.
     """
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    # not on macOS
+    affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, min(cores, math.ceil(_cgroup_cpus(CGROUP))))
 
@@ -321,9 +323,8 @@ def last_level_cache_bytes(root: Path = CPU_CACHES) -> int:
 
 
 def _host_memory_bytes() -> int:
-    with contextlib.suppress(
-        AttributeError, ValueError, OSError
-    ):  # not every system has these names
+    # not every system has these names
+    with contextlib.suppress(AttributeError, ValueError, OSError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 0
 

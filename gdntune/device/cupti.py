@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from gdntune.errors import MeasurementError
 
-Record = tuple[int, int, str]  # start and end in ns, the kernel's name
+# start and end in ns, the kernel's name
+Record = tuple[int, int, str]
 
 FLUSH = "gdntune_flush"
 
@@ -111,9 +112,8 @@ def segments_us(records: Sequence[Record], calls: int, markers: int = 1) -> list
     time.
 
     records: in any order; those named FLUSH are markers, `markers` a call, the last of them right
-        before it. What
-    follows the others is the flush's own work. Raises MeasurementError where a marker or a call
-    left no record.
+        before it. What follows the others is the flush's own work.
+    Raises MeasurementError where a marker or a call left no record.
     """
     found: list[tuple[int, int] | None] = []
     for start, end, name in sorted(records):

@@ -39,9 +39,8 @@ class GraphRecorder:
 
         self._stream = torch.cuda.Stream()
         self._events: list[tuple[Any, Any]] = []
-        self._failed: list[
-            Any
-        ] = []  # kept: torch's allocator goes on asking a graph whose capture failed
+        # kept: torch's allocator goes on asking a graph whose capture failed
+        self._failed: list[Any] = []
 
     def record(self, works: Sequence[Work]) -> list[Work]:
         """One graph a piece of work; the graphs share a pool for what is allocated in them, since
@@ -52,16 +51,16 @@ class GraphRecorder:
         """
         import torch
 
-        pool = (
-            torch.cuda.graph_pool_handle()
-        )  # a new one each time: torch refuses a pool whose graphs are all gone
+        # a new one each time: torch refuses a pool whose graphs are all gone
+        pool = torch.cuda.graph_pool_handle()
         replays: list[Work] = []
         for i, work in enumerate(works):
             torch.cuda.synchronize()
             try:
                 replays.append(self._captured(work, pool).replay)
             except Exception as e:
-                torch.cuda.synchronize()  # raises where the device is lost, which is no fault of the capture
+                # raises where the device is lost, which is no fault of the capture
+                torch.cuda.synchronize()
                 raise MeasurementError(
                     f"work {i} of {len(works)} cannot be captured in a CUDA graph"
                     f" ({type(e).__name__}: {str(e)[:200]}): expected calls that only launch"
@@ -81,7 +80,8 @@ class GraphRecorder:
             try:
                 work()
             except BaseException:
-                with contextlib.suppress(Exception):  # what the work raised says more
+                # what the work raised says more
+                with contextlib.suppress(Exception):
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -99,7 +99,8 @@ class GraphRecorder:
                 (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             )
             for event in self._events[-1]:
-                event.record()  # torch makes an event at its first record
+                # torch makes an event at its first record
+                event.record()
         events = self._events[: len(replays)]
         torch.cuda.synchronize()
         for replay, (start, end) in zip(replays, events, strict=True):
@@ -135,14 +136,14 @@ class Difference:
 
         The last replay is of the last work named.
         """
+        # the first is not counted: it finds the device as anyone left it
         replays, timed, bases = (
             [*self._base],
             [],
             [],
-        )  # the first is not counted: it finds the device as anyone left it
-        middle = (
-            min(BASE_EVERY, len(order)) // 2
-        )  # amid those that it is subtracted from, so that a drift cancels
+        )
+        # amid those that it is subtracted from, so that a drift cancels
+        middle = min(BASE_EVERY, len(order)) // 2
         for position, i in enumerate(order):
             if position % BASE_EVERY == middle:
                 bases.append(len(replays))

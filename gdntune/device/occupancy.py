@@ -51,9 +51,9 @@ def occupancy(arch: str, threads: int, registers: int, shared_bytes: int) -> Occ
     """The theoretical occupancy of an SM by blocks of `threads` threads with `registers` each and
     `shared_bytes` that the launch asks for.
 
-    bound: `warps`, `registers`, `shared memory` or `blocks`. Raises UnknownName for an arch that
-        MULTIPROCESSORS lacks, UnsupportedProblem
-    for a block that no SM can hold.
+    bound: `warps`, `registers`, `shared memory` or `blocks`.
+    Raises UnknownName for an arch that MULTIPROCESSORS lacks, UnsupportedProblem for a block that
+    no SM can hold.
     """
     if arch not in MULTIPROCESSORS:
         raise UnknownName(

@@ -55,7 +55,8 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=self._printed,
             env=environment,
-            start_new_session=True,  # so that its compiler's processes end with it
+            # so that its compiler's processes end with it
+            start_new_session=True,
         )
 
     def fileno(self) -> int:
@@ -94,7 +95,8 @@ class Process:
 
     def close(self) -> None:
         """Ends the process, and what it started."""
-        if self._popen.poll() is None:  # else its number may be another's by now
+        # else its number may be another's by now
+        if self._popen.poll() is None:
             os.killpg(self._popen.pid, signal.SIGKILL)
             self._popen.wait()
         for stream in (self._popen.stdin, self._popen.stdout, self._printed):

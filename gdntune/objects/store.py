@@ -2,9 +2,8 @@
 load without a compiler.
 
 An object is keyed by what it was compiled from: kernel, facts, knobs, architecture, the kernel's
-    fingerprint and the toolchain.
-Loading checks architecture, versions and sha256, since nothing below does: a wrong object would
-    fail at its first launch.
+fingerprint and the toolchain. Loading checks architecture, versions and sha256, since nothing below
+does: a wrong object would fail at its first launch.
 """
 
 import contextlib

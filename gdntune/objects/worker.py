@@ -77,7 +77,8 @@ def _compiler(path: str) -> Callable[..., Any]:
 
 
 def _compile_cute(spec: ObjectSpec, compiler: str, folder: Path) -> tuple[Path, dict[str, int]]:
-    os.environ["CUTE_DSL_ARCH"] = spec.arch  # read once, when cutlass is imported
+    # read once, when cutlass is imported
+    os.environ["CUTE_DSL_ARCH"] = spec.arch
     try:
         import cutlass
     except ImportError as e:
@@ -148,7 +149,8 @@ def serve(tasks: BinaryIO, answers: BinaryIO) -> None:
 
 def main() -> None:
     """Serves on the standard streams; what a compiler prints goes to standard error instead."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides, and ends this process
+    # the caller decides, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     with answers:

@@ -33,8 +33,8 @@ def expectations(
     """The page on a model's target.
 
     found: what its objects take; failed: names of those that do not compile. problems: the
-        configs', of which those that write the final
-    state have tables of expected times, with the most heads. command: what makes this page.
+        configs', of which those that write the final state have tables of expected times, with the
+        most heads. command: what makes this page.
     """
     target = model.target
     worst = max(found, key=lambda r: r.registers, default=None)

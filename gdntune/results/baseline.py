@@ -35,10 +35,9 @@ def add_baseline(
     the baseline is.
 
     Cells are compared where contract, B, H and HV agree: within a run, but for a run as baseline,
-        whose choices count. Speed-ups are of
-    medians, of the last stage that each reached; those over the default rule of means, as in
-    `speedup_over_default`. Raises
-    UnknownName for what is not in the frame.
+    whose choices count. Speed-ups are of medians, of the last stage that each reached; those over
+    the default rule of means, as in `speedup_over_default`. Raises UnknownName for what is not in
+    the frame.
     """
     found = _found(frame, runs, name)
     made = frame.copy()

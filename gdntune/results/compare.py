@@ -60,10 +60,9 @@ def compare(
     variant: an id, timed in both; or `chosen`: at each cell what the table of either journal names
         there.
     The intervals are of the samples within a run: what two runs differ in as a whole (clocks,
-        addresses) is not in them.
+    addresses) is not in them.
     Raises JournalError where the timing policies differ, UnsupportedProblem where no cell is in
-    both, UnknownName for a variant
-    that neither timed.
+    both, UnknownName for a variant that neither timed.
     """
     mine, theirs = _Side.read(a), _Side.read(b)
     if mine.run.policy != theirs.run.policy:

@@ -49,13 +49,11 @@ def derive(
 
     regret: by default the header's, else 1%.
     default: the default rule, whose variant is replaced only beyond a tie: of choices with equally
-        few intervals and variants the
-    one is taken that leaves it at the fewest of the cells where its mean ties with the best. It
-    comes after the intervals, since the
-    rule has steps of its own, and a table that followed each of its ties would be cut at all of
-    them. By default what the rule chose
-    when the cells were timed, where the header says that this counts.
-    A cell that names a choice made beforehand, a bench's, has that variant alone.
+        few intervals and variants the one is taken that leaves it at the fewest of the cells where
+        its mean ties with the best. It comes after the intervals, since the rule has steps of its
+        own, and a table that followed each of its ties would be cut at all of them. By default what
+        the rule chose when the cells were timed, where the header says that this counts.
+        A cell that names a choice made beforehand, a bench's, has that variant alone.
     admits: by a variant's id; the others count as never timed, also where a cell's best is sought.
     Raises JournalError where no cell has such a variant, MeasurementError for a time that cannot be
     true.
@@ -172,7 +170,8 @@ def choose(
                     cost.intervals + (name != here),
                     cost.variants + (name != here and name not in used),
                     cost.replaced + (here_kept is not None and name != here_kept),
-                    cost.regret + round(loss * 1e9),  # whole numbers, so that equal sums are equal
+                    # whole numbers, so that equal sums are equal
+                    cost.regret + round(loss * 1e9),
                     (*cost.ranks, rank[name]),
                 )
                 if key not in following or new < following[key]:
@@ -214,8 +213,8 @@ class Timed(NamedTuple):
     """A cell's usable times, in microseconds; its variants passed their check.
 
     finals: of the leaders, which decide. screens: the first look's samples of all variants, a round
-        each. order: the decode
-    variants as the trials name them, the simplest first. known: those that are usable here, by id.
+        each. order: the decode variants as the trials name them, the simplest first. known: those
+        that are usable here, by id.
     """
 
     problem: Problem
@@ -249,10 +248,9 @@ class Timed(NamedTuple):
         """A variant's regret and what it rests on; None where it has no times.
 
         `final`: means of the final samples. `screen`: it was no leader, so medians of the rounds
-            that it shares with the best. Few
-        samples, of a variant that lost by just these, so the regret is rather too large; but to
-        leave it out would judge only choices
-        that are nearly right.
+            that it shares with the best. Few samples, of a variant that lost by just these, so the
+            regret is rather too large; but to leave it out would judge only choices that are nearly
+            right.
         """
         if name in self.finals:
             return self.regret(name), "final"
@@ -368,9 +366,8 @@ def _timed(problem: Problem, trials: Iterable[Trial], checked: Collection[str]) 
     last: dict[tuple[str, str, str], Trial] = {}
     order: dict[str, None] = {}
     for trial in trials:
-        last[trial.role, trial.stage, trial.variant.id] = (
-            trial  # a later attempt replaces an earlier one
-        )
+        # A later attempt replaces an earlier one.
+        last[trial.role, trial.stage, trial.variant.id] = trial
         if trial.role == "decode":
             order.setdefault(trial.variant.id)
     usable = {

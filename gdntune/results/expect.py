@@ -12,10 +12,9 @@ of:
     most = t                                        where the SMs decide and not the DRAM
 
 f0 is the floor's fixed part: what its smallest cell takes beyond its bytes at the peak. So all that
-a kernel takes beyond its floor, and
-what it takes to start, is as on the other GPU: equal clocks and equal latencies are supposed.
-    Arithmetic that the transfer hid there may
-show here: hence `most`. A larger L2 is not in it.
+a kernel takes beyond its floor, and what it takes to start, is as on the other GPU: equal clocks
+and equal latencies are supposed. Arithmetic that the transfer hid there may show here: hence
+`most`. A larger L2 is not in it.
 """
 
 import bisect

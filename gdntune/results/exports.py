@@ -317,8 +317,8 @@ def flashinfer_bench(sources: Sequence[LoadedRun]) -> Export:
     as safetensors below `blob/`.
 
     One trace a cell and implementation with final samples: ours, the default rule's and peers'
-        entries, also those that failed. A problem
-    that no definition fits, V-last ones among them, is a note. latency_ms is the median.
+    entries, also those that failed. A problem that no definition fits, V-last ones among them, is a
+    note. latency_ms is the median.
     """
     lines: dict[str, list[bytes]] = {}
     files: dict[str, bytes] = {}

@@ -235,8 +235,7 @@ class Journal:
         as it is until `begin`.
 
         run: the header as far as it is known; of its `policy`, what is not known yet may be left
-            out. Raises as `open` does.
-        `fresh` says whether there was none.
+            out. `fresh` says whether there was none.
         """
         folder = Path(folder)
         try:
@@ -316,9 +315,8 @@ class Journal:
             raise JournalError(self._broken)
         lines = [encode(record) for record in records]
         try:
-            stored = [
-                _decoder.decode(line) for line in lines
-            ]  # so that what is written can be read: JSON has no NaN
+            # Read before it is written: JSON has no NaN, and such a line would spoil the journal.
+            stored = [_decoder.decode(line) for line in lines]
         except msgspec.ValidationError as e:
             raise JournalError(
                 f"{self.path}: a record that could not be read again (not a finite number?): {e}"
@@ -560,7 +558,8 @@ def _identity(run: Run) -> dict[str, str]:
     """What must be equal for samples of two processes to stand in one journal, by the name that a
     user knows it by.
     """
-    d = run.device  # less its peak: a measured one differs from run to run
+    # less its peak: a measured one differs from run to run
+    d = run.device
     return {
         "command": f"gdntune {made_by(run)}",
         "config": run.config,
@@ -615,13 +614,14 @@ def _acquire(folder: Path) -> filelock.BaseFileLock:
             h = msgspec.json.decode((folder / HOLDER).read_bytes(), type=_Holder)
             holder = f"process {h.pid} on {h.host}, since {h.since}"
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-            holder = "another process"  # it has not said yet who it is
+            # it has not said yet who it is
+            holder = "another process"
         raise Locked(
             f"{folder}: in use by {holder}; wait for it, end it, or choose another folder"
         ) from None
     try:
-        holder = msgspec.json.encode(_Holder(os.getpid(), socket.gethostname(), now()))
-        write_whole(folder / HOLDER, holder)
+        mine = _Holder(os.getpid(), socket.gethostname(), now())
+        write_whole(folder / HOLDER, msgspec.json.encode(mine))
     except BaseException:
         lock.release()
         raise

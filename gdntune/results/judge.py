@@ -146,8 +146,7 @@ class Judgement(msgspec.Struct, frozen=True):
     `about` says which table, and on what.
 
     flashinfer: of our variants those that are nearest to what FlashInfer's thresholds name, see
-        `flashinfer_rule`. without_rule: the
-    journal's other cells, which the default rule serves.
+        `flashinfer_rule`. without_rule: the journal's other cells, which the default rule serves.
     """
 
     about: str
@@ -181,10 +180,9 @@ def judge(
 
     At each cell the best is the least mean of the final samples there. A choice that was no leader
     is judged by the screen's medians against the best's, one that was not timed not at all, and
-    both are counted. Contracts that the runtime would find no
-    rule for are not judged: what serves them is the default rule, which is no word of the table's.
-        Raises UnsupportedProblem where
-    none is left, or the table is of another kind of device.
+    both are counted. Contracts that the runtime would find no rule for are not judged: what serves
+    them is the default rule, which is no word of the table's. Raises UnsupportedProblem where none
+    is left, or the table is of another kind of device.
     """
     if table.device.kind != run.device.kind:
         raise UnsupportedProblem(

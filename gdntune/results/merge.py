@@ -91,11 +91,9 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
     """One table with the rules of both, sorted by contract.
 
     Device and policy must be the same, and the code of each kernel that both name: otherwise their
-        times do not stand side by
-    side. A contract whose choices differ is refused, unless `prefer` says whose rule counts; where
-    the choices agree, the
-    first's evidence, or the preferred one's, is kept. `evidence.sources` holds what each table said
-    of itself. Raises TableError.
+    times do not stand side by side. A contract whose choices differ is refused, unless `prefer`
+    says whose rule counts; where the choices agree, the first's evidence, or the preferred one's,
+    is kept. `evidence.sources` holds what each table said of itself. Raises TableError.
     """
     faults = []
     if _device(a.device) != _device(b.device):

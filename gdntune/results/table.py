@@ -104,11 +104,10 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured cells, shares.
 
     held_out_*: at cells that were timed but had no part in the choice; `held_out_cells` of 0: none
-        were. held_out_regret_mean: absent
-    where there is none, or an older version wrote.
+        were. held_out_regret_mean: absent where there is none, or an older version wrote.
     sources: of a merged table, what each was; its own trials and failures are their sums, its cells
-        and regrets those of the rules
-    that it has, its journal_sha256 the SHA-256 of theirs, a line each.
+        and regrets those of the rules that it has, its journal_sha256 the SHA-256 of theirs, a line
+        each.
     """
 
     journal_sha256: str

@@ -101,9 +101,8 @@ def held_out(config: Config, records: Sequence[Record]) -> list[Problem]:
     of them.
 
     The number's are spread evenly over the logarithm of work units, from the smallest to the
-    largest cell of the config, and are no
-    cell that has a part in choosing: neither the config's nor one of `crossovers`. Where there are
-        fewer legal ones, fewer.
+    largest cell of the config, and are no cell that has a part in choosing: neither the config's
+    nor one of `crossovers`. Where there are fewer legal ones, fewer.
     """
     wanted = config.search.held_out
     if isinstance(wanted, tuple):

@@ -2,8 +2,7 @@
 does around it.
 
 On CUDA a time is that of the layers in a CUDA graph less that of the same layers without the call,
-    a layer: what the call leaves
-to those after it, modified lines in L2 above all, is in it.
+a layer: what the call leaves to those after it, modified lines in L2 above all, is in it.
 """
 
 import dataclasses
@@ -35,7 +34,8 @@ LARGEST_SHARE = 0.8
 # cache lines, so that slots begin at no
 # multiple of a page.
 SLOT_GAP_BYTES = 17 * 128
-ALIGNMENT = 256  # of each tensor that a producer writes, as torch's allocator gives it
+# of each tensor that a producer writes, as torch's allocator gives it
+ALIGNMENT = 256
 
 PRODUCED = ("q", "k", "v", "a", "b", "output")
 # For calls that take q, k and v in one tensor: written too, where one of them is timed.
@@ -89,7 +89,8 @@ class Chain:
             make_case(problem, place, seed=layer, slot_stride_pad=gap) for layer in range(layers)
         ]
         first = made[0]
-        first.output.zero_()  # what a floor, which writes none, leaves there is finite
+        # what a floor, which writes none, leaves there is finite
+        first.output.zero_()
         flowing = {name: getattr(first, name) for name in PRODUCED}
         if packed:
             rows = [x.reshape(-1, x.shape[2] * x.shape[3]) for x in (first.q, first.k, first.v)]

@@ -156,10 +156,9 @@ def share_out(
         stay untaken.
 
     A job is taken from the iterator when a worker is free for it, and after all earlier results
-        were taken: what the consumer
-    learned from them holds for it. A job's exception is raised here; then, and when the consumer
-    stops early, the workers that were
-    at work are closed, and their jobs are lost.
+    were taken: what the consumer learned from them holds for it. A job's exception is raised here;
+    then, and when the consumer stops early, the workers that were at work are closed, and their
+    jobs are lost.
     """
     free, running = list(workers), dict[Future[T], W]()
     with ThreadPoolExecutor(len(workers)) as threads:

@@ -126,7 +126,8 @@ def from_hf(document: Mapping[str, Any], source: str) -> LinearAttention:
     heads = _number(linear, "num_heads") or _number(document, "linear_num_heads")
     size = _number(linear, "head_dim") or _number(document, "linear_head_dim") or 128
     bound = linear.get("gate_lower_bound", document.get("linear_lower_bound"))
-    if kind.startswith("bailing"):  # Ling: KDA with the heads of its attention
+    # Ling: KDA with the heads of its attention
+    if kind.startswith("bailing"):
         heads = heads or _number(document, "num_attention_heads")
         bound = (
             document.get("kda_lower_bound", -5.0) if document.get("kda_safe_gate", True) else None

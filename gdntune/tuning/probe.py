@@ -18,7 +18,8 @@ from gdntune.tuning.session import Calls, Session
 
 REASON_LENGTH = 500
 
-Named = tuple[str, str]  # a peer and one of its entries
+# a peer and one of its entries
+Named = tuple[str, str]
 
 
 class Probe(NamedTuple):

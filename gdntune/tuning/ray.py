@@ -123,9 +123,9 @@ def ray_workers(
     where none runs.
 
     start: what every task is called with first; its index is that of the only device which Ray
-        shows an actor. keys: the objects that
-    tasks load. Raises ToolMissing where Ray is not installed, UnsupportedProblem where the cluster
-    has no such device.
+        shows an actor. keys: the objects that tasks load.
+    Raises ToolMissing where Ray is not installed, UnsupportedProblem where the cluster has no such
+    device.
     """
     try:
         import ray

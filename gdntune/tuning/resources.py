@@ -51,9 +51,9 @@ def resources(configs: Iterable[Config], device: Device, built: Iterable[Built])
     """What each object of the configs' decode variants and floors takes, in the order of the
     contracts and of the spaces.
 
-    built: the outcome of each; those that failed are left out. Raises BuildError for an object that
-        is not among them, UnsupportedProblem
-    for a device that is no GPU, UnknownName for an arch whose SMs are not known.
+    built: the outcome of each; those that failed are left out.
+    Raises BuildError for an object that is not among them, UnsupportedProblem for a device that is
+    no GPU, UnknownName for an arch whose SMs are not known.
     """
     if device.kind != "cuda":
         raise UnsupportedProblem(

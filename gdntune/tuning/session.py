@@ -97,9 +97,8 @@ class Session:
         contract, variant = kernels.flush()
         function = self.function(contract, variant, label="flush")
         sink = torch.zeros(1, device=self.place)
-        views: dict[
-            int, tuple[Any, Any]
-        ] = {}  # no tensors of their own: a graph may be captured at the first call
+        # Views, no tensors of their own: a graph may be captured at the first call.
+        views: dict[int, tuple[Any, Any]] = {}
 
         def read(buffer: Any) -> None:
             view = views.get(buffer.data_ptr())
@@ -192,7 +191,8 @@ class Session:
         if self.chained is not None:
             from gdntune.tuning.chain import Chain
 
-            self.chained.chain = None  # the last cell's pools go before this one's are made
+            # The last cell's pools go before this one's are made.
+            self.chained.chain = None
             self.chained.chain = chain = Chain(problem, self.place, turns, packed)
             return chain.cases
         if turns == 1:
