@@ -8,7 +8,7 @@ from gdntune.errors import ToolMissing, UnsupportedProblem, shown
 from gdntune.problem import Contract, Problem, check_contract, problem_fault
 from gdntune.runtime import call, dispatch
 from gdntune.runtime.dispatch import Bound, Runtime
-from gdntune.runtime.planned import Plan
+from gdntune.runtime.planned import Plan, make_plan
 
 
 def plan(problem: Problem, device: str = "cuda", index: int = 0, **numbers: Any) -> Plan:
@@ -22,7 +22,7 @@ def plan(problem: Problem, device: str = "cuda", index: int = 0, **numbers: Any)
     if fault := problem_fault(problem):
         raise UnsupportedProblem(fault)
     bound = _runtime(device, index).bind(problem.contract)
-    return Plan(bound, problem.B, problem.HV, numbers)
+    return make_plan(bound, problem.B, problem.HV, numbers)
 
 
 def prepare(contract: Contract, device: str = "cuda", index: int = 0) -> Bound:

@@ -1,5 +1,6 @@
 """Whether a tensor is memory that a kernel can read: torch has many that are not."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,16 @@ WRAPPERS = {
     _KEYS.FuncTorchGradWrapper: "a wrapper of torch.func.grad or jvp",
 }
 _LAZY = (_KEYS.Negative, _KEYS.Conjugate, _KEYS.ZeroTensor)
+
+
+def _as_strided(x: Any, size: Any, stride: Any, ahead: int) -> Any:
+    return x.as_strided(size, stride, x.storage_offset() + ahead)
+
+
+# view(x, size, stride, ahead): x's memory from `ahead` elements on, as another dense tensor. By what
+# torch.compile's own programs use where torch has it: half as long, past the dispatcher, so that x
+# must be plain memory that no gradient is asked of.
+view: Callable[..., Any] = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", _as_strided)
 
 
 def wrapper(x: Any) -> Any:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from gdntune.runtime import call
-from gdntune.runtime.packed import views
+from gdntune.runtime import call, packed
 
 _TENSORS = (
     "Tensor(a!) initial_state, Tensor q, Tensor k, Tensor v, Tensor {gate}, Tensor beta,"
@@ -41,21 +40,10 @@ def _kda(*values: Any) -> None:
 
 def _packed(
     mixed_qkv: Any, a: Any, b: Any, A_log: Any, dt_bias: Any, state: Any, index: Any, output: Any,
-    layout: str, scale: float | None, l2norm: bool, neg: bool, softplus_beta: float,
-    threshold: float, null_index: int, batch_invariant: bool,
+    *settings: Any,
 ) -> None:  # fmt: skip
-    q, k, v = views(mixed_qkv, a, b, state, layout)
-    call.run(
-        (
-            state, q, k, v, a.unsqueeze(1), b.unsqueeze(1), A_log, dt_bias, index, index, None,
-            None, None, None, output,
-        ),
-        (
-            "gdn_decode", "raw", True, False, layout, False, batch_invariant, None, scale,
-            softplus_beta, threshold, 0.0, neg, null_index, l2norm,
-        ),
-        route=False,
-    )  # fmt: skip
+    given = (mixed_qkv, a, b, state, A_log, dt_bias, index, output)
+    packed.run(given, settings, route=False)
 
 
 def _nothing(*_: Any) -> None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from gdntune.errors import UnsupportedProblem
-from gdntune.runtime import operators, traced
+from gdntune.runtime import operators, packed, traced
 from gdntune.runtime.arguments import explain
 from gdntune.runtime.call import run
-from gdntune.runtime.packed import views
 
 # torch.compile sees operators, which are defined when their module is imported
 assert operators
@@ -187,24 +186,14 @@ def gated_delta_rule_packed_decode(
     try:
         if A_log is None or dt_bias is None or initial_state_indices is None:
             raise TypeError  # `explain` says which
-        if _compiling():
-            return traced.record_packed(
-                mixed_qkv, a, b, initial_state, initial_state_indices, A_log, dt_bias, output,
-                (
-                    state_layout, scale, use_qk_l2norm, allow_neg_eigval, softplus_beta,
-                    softplus_threshold, null_index, batch_invariant,
-                ),
-            )  # fmt: skip
-        q, k, v = views(mixed_qkv, a, b, initial_state, state_layout)
-        tensors = (
-            initial_state, q, k, v, a.unsqueeze(1), b.unsqueeze(1), A_log, dt_bias,
-            initial_state_indices, initial_state_indices, None, None, None, None, output,
-        )  # fmt: skip
+        given = (mixed_qkv, a, b, initial_state, A_log, dt_bias, initial_state_indices, output)
         settings = (
-            "gdn_decode", "raw", True, False, state_layout, False, batch_invariant, None, scale,
-            softplus_beta, softplus_threshold, 0.0, allow_neg_eigval, null_index, use_qk_l2norm,
+            state_layout, scale, use_qk_l2norm, allow_neg_eigval, softplus_beta,
+            softplus_threshold, null_index, batch_invariant,
         )  # fmt: skip
-        return run(tensors, settings)
+        return (
+            traced.record_packed(given, settings) if _compiling() else packed.run(given, settings)
+        )
     except _INSIDE as e:
         explain(
             e, locals(), needed="mixed_qkv a b A_log dt_bias initial_state initial_state_indices"

@@ -74,11 +74,9 @@ def record(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Tensor:
     return output
 
 
-def record_packed(
-    mixed_qkv: Tensor, a: Tensor, b: Tensor, state: Tensor, index: Tensor, A_log: Tensor,
-    dt_bias: Tensor, output: Tensor | None, settings: tuple[Any, ...],
-) -> Tensor:  # fmt: skip
+def record_packed(given: tuple[Any, ...], settings: tuple[Any, ...]) -> Tensor:
     """The packed operator's call, as torch.compile sees it."""
+    mixed_qkv, a, b, state, A_log, dt_bias, index, output = given
     if output is None:
         V = state.shape[3 if settings[0] == "v_last" else 2]
         output = mixed_qkv.new_empty((mixed_qkv.shape[0], 1, b.shape[1], V))

@@ -1,79 +1,138 @@
-"""Prints the host time of a decode call: `python tests/runtime/host_time.py`.
+"""Prints the host time of a decode call: `python tests/runtime/host_time.py [--device cuda]
+[--peers flashinfer,sglang,vllm]`.
 
-The CPU's smallest problem, so that little but the call itself is timed. The least of interleaved
-rounds, too short to be interrupted on a busy machine, in us, and as a multiple of the compiled
-function called directly.
+One token of one request, so that little but the call itself is timed: CPU time of the calling
+thread in interleaved rounds, each short enough to be seldom interrupted. The least of them counts,
+in us, and as a multiple of the compiled function called directly (raw).
 """
 
+import argparse
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 
+# Engines have it loaded; calls are known again in 1 us less then (gdntune/runtime/guard.py).
+import torch._dynamo
+
 import gdntune
+from gdntune import peers
+from gdntune.checking.cases import make_case
 from gdntune.problem import Contract, Problem
 from gdntune.runtime import dispatch
 
-ROUNDS, CALLS = 1500, 20
+CALLS = 20
+# The issue's bounds: a call, of which other, and at most how many times as long.
+BOUNDS = (("plan", "raw", 1.2), ("public", "raw", 1.6), ("packed", "public", 1.2))
 
 
-def calls():
-    """What is timed, by name."""
-    B, H, HV, K, V = 1, 1, 1, 64, 32
-    bf16 = torch.bfloat16
-    mixed = torch.zeros(B, 2 * H * K + HV * V, dtype=bf16)
-    q, k, v = (x.unsqueeze(1) for x in mixed.split([H * K, H * K, HV * V], 1))
-    q, k, v = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
-    a, b = torch.zeros(B, HV, dtype=bf16), torch.zeros(B, HV, dtype=bf16)
-    state, output = torch.zeros(4, HV, V, K), torch.zeros(B, 1, HV, V, dtype=bf16)
-    A_log, dt_bias = torch.zeros(HV), torch.zeros(HV)
-    index, wide = torch.ones(B, dtype=torch.int32), torch.ones(B, dtype=torch.int64)
-    contract = Contract(K=K, V=V, state_dtype="fp32")
-    function = dispatch.runtime("cpu").bind(contract).at(B * HV)
-    a1, b1 = a.unsqueeze(1), b.unsqueeze(1)
-    raw = (
-        state, q, k, v, a1, b1, A_log, dt_bias, index, index, None, None, None, None, output,
-        K**-0.5, 1.0, 20.0, 0.0, 1.0, -1, 1,
-    )  # fmt: skip
-    kept = {"A_log": A_log, "dt_bias": dt_bias, "initial_state": state}
-    plain = kept | {"a": a1, "b": b1}
+def problem(device: str) -> Problem:
+    """One request of one token: of a CPU the smallest there is, of a GPU a model's."""
+    if device == "cpu":
+        return Problem(Contract(K=64, V=32, state_dtype="fp32"), 1, 1, 1)
+    return Problem(Contract(), 1, 16, 64)
+
+
+def ours(p: Problem, device: str) -> dict[str, Callable[[], object]]:
+    """Our calls by name, on the same tensors."""
+    c, H, HV = p.contract, p.H, p.HV
+    case = make_case(p, device)
+    mixed = torch.cat([x.flatten(1) for x in (case.q, case.k, case.v)], 1)
+    q, k, v = (x.unsqueeze(1) for x in mixed.split([H * c.K, H * c.K, HV * c.V], 1))
+    q, k, v = (x.unflatten(-1, (-1, n)) for x, n in ((q, c.K), (k, c.K), (v, c.V)))
+    a, b, flat_a, flat_b = case.a, case.b, case.a[:, 0], case.b[:, 0]
+    state, A_log, dt_bias, output = case.state, case.A_log, case.dt_bias, case.output
+    index = case.read_index = case.write_index = case.read_index.clone()
+    wide = index.long()
+    function = dispatch.runtime(device).bind(c).at(p.work_units)
+    raw = (state, q, k, v, *case.arguments()[4:])
+    plan = gdntune.plan(p, device)
     decode, packed = gdntune.gated_delta_rule_decode, gdntune.gated_delta_rule_packed_decode
-    found = {
+    return {
         "raw": lambda: function(*raw),
-        "public": lambda: decode(
-            q, k, v, **plain, initial_state_indices=index, output=output, null_index=-1
-        ),
-        "public, allocates": lambda: decode(q, k, v, **plain, initial_state_indices=index),
-        "public, int64": lambda: decode(
-            q, k, v, **plain, initial_state_indices=wide, output=output
-        ),
-        "packed": lambda: packed(mixed, a, b, **kept, initial_state_indices=index, output=output),
-    }
-    if hasattr(gdntune, "Plan"):
-        plan = gdntune.plan(Problem(contract, B, H, HV), "cpu")
-        found["plan"] = lambda: plan(
-            q, k, v, a1, b1, initial_state=state, A_log=A_log, dt_bias=dt_bias,
+        "plan": lambda: plan(
+            q, k, v, a, b, initial_state=state, A_log=A_log, dt_bias=dt_bias,
             initial_state_indices=index, output_state_indices=index, output=output,
-        )  # fmt: skip
+        ),
+        "public": lambda: decode(
+            q, k, v, initial_state=state, A_log=A_log, a=a, dt_bias=dt_bias, b=b,
+            initial_state_indices=index, output=output,
+        ),
+        "public, allocates": lambda: decode(
+            q, k, v, initial_state=state, A_log=A_log, a=a, dt_bias=dt_bias, b=b,
+            initial_state_indices=index,
+        ),
+        "public, int64": lambda: decode(
+            q, k, v, initial_state=state, A_log=A_log, a=a, dt_bias=dt_bias, b=b,
+            initial_state_indices=wide, output=output,
+        ),
+        "packed": lambda: packed(
+            mixed, flat_a, flat_b, A_log=A_log, dt_bias=dt_bias, initial_state=state,
+            initial_state_indices=index, output=output, null_index=-1,
+        ),
+        "packed, allocates": lambda: packed(
+            mixed, flat_a, flat_b, A_log=A_log, dt_bias=dt_bias, initial_state=state,
+            initial_state_indices=index, null_index=-1,
+        ),
+    }  # fmt: skip
+
+
+def theirs(p: Problem, device: str, names: list[str]) -> dict[str, Callable[[], object]]:
+    """The calls of other libraries that serve the problem, by library and function."""
+    found = {}
+    for name in names:
+        peer = peers.get(name)
+        if fault := peer.absent():
+            print(f"{name}: {fault}")
+            continue
+        for entry in peer.serving(p)[0]:
+            found[f"{name} {entry.name}"] = entry.bind(make_case(p, device)).call
     return found
 
 
-def measure():
+def measure(calls: dict[str, Callable[[], object]], device: str, seconds: float) -> dict:
     """The median and least time of each call in us."""
     torch.set_num_threads(1)
-    timed = calls()
-    times = {name: [] for name in timed}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     with torch.inference_mode():
-        for _ in range(ROUNDS):
-            for name, call in timed.items():
-                start = time.perf_counter()
+        for call in calls.values():
+            for _ in range(3):
+                call()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for name, call in calls.items():
+                start = time.thread_time()
                 for _ in range(CALLS):
                     call()
-                times[name].append((time.perf_counter() - start) / CALLS * 1e6)
+                times[name].append((time.thread_time() - start) / CALLS * 1e6)
+                if device == "cuda":
+                    torch.cuda.synchronize()
     return {name: (statistics.median(x), min(x)) for name, x in times.items()}
 
 
-if __name__ == "__main__":
-    found = measure()
+def main(device: str = "cpu", names: str = "", seconds: float = 20.0) -> dict:
+    """Measures, prints, and returns the least times by name."""
+    p = problem(device)
+    found = measure(
+        ours(p, device) | theirs(p, device, names.split(",") if names else []), device, seconds
+    )
+    print(f"{p.key()} on {dispatch.runtime(device).device.name}, torch {torch.__version__}")
     for name, (median, least) in found.items():
-        print(f"{name:20} {median:7.2f} us ({least:6.2f} least) {least / found['raw'][1]:5.2f}x")
+        print(f"{name:28} {least:7.2f} us ({median:7.2f} median) {least / found['raw'][1]:5.2f}x")
+    least = {name: times[1] for name, times in found.items()}
+    for name, of, bound in BOUNDS:
+        ratio = least[name] / least[of]
+        print(
+            f"{'held' if ratio <= bound else 'MISSED'}: {name} is {ratio:.2f} times {of}, at most {bound}"
+        )
+    return least
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--peers", default="", help="of flashinfer, sglang, vllm, by commas")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    given = parser.parse_args()
+    main(given.device, given.peers, given.seconds)
