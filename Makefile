@@ -6,6 +6,8 @@ CONFIG ?= configs/quickstart.yaml
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Every install passes the constraints: without them pip may take another build of torch.
 INSTALL := $(PIP) install -c constraints.txt
+# Processes that share the tests: one a core, at most four.
+WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 CHANGES := pyproject.toml constraints.txt
 
 .PHONY: help sweep test lint types clean
@@ -18,7 +20,7 @@ sweep: $(VENV)/installed ## set up, then compile, check and time the quickstart 
 	$(BIN)/gdntune sweep $(CONFIG)
 
 test: lint types ## set up, then lint, types and tests; what CI runs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/installed-test ## ruff: rules and format
 	$(BIN)/ruff check .

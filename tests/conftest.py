@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -92,16 +93,25 @@ def pytest_configure(config: pytest.Config) -> None:
     """Compiled objects and tables of the user have no part in a test, and a test leaves none
     behind.
     """
+    if worker := getattr(config, "workerinput", None):
+        # objects are compiled once for all of pytest-xdist's processes; tables are each one's own
+        os.environ["XDG_DATA_HOME"] += worker["workerid"]
+        _settings()
+        return
     folder = Path(tempfile.mkdtemp(prefix="gdntune-tests-"))
     config.stash[_FOLDERS] = folder
     # GDNTUNE_TEST_CACHE keeps compiled objects from one run to the next, for whoever runs the tests
     # many times.
     os.environ["GDNTUNE_CACHE_DIR"] = os.environ.get("GDNTUNE_TEST_CACHE") or str(folder / "cache")
+    os.environ["XDG_DATA_HOME"] = str(folder / "data")
+    os.environ["TVM_FFI_CACHE_DIR"] = str(folder / "tvm-ffi")
+    _settings()
+
+
+def _settings() -> None:
     # no test is decided by how long one example took: the machine may be busy
     hypothesis.settings.register_profile("busy", deadline=None)
     hypothesis.settings.load_profile("busy")
-    os.environ["XDG_DATA_HOME"] = str(folder / "data")
-    os.environ["TVM_FFI_CACHE_DIR"] = str(folder / "tvm-ffi")
     # Threads that spin while they wait take the cores from what they wait for: beside other work
     # that was five times the CPU time. Read by OpenMP when torch is imported, and by children.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -124,6 +134,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=needing)
         config.stash[_DESELECTED] = len(needing)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of pytest-xdist hands over what it left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = session.config.stash.get(_DESELECTED, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Each process collects all tests, and so leaves out the same."""
+    node.config.stash[_DESELECTED] = getattr(node, "workeroutput", {}).get("left out", 0)
 
 
 def pytest_terminal_summary(

@@ -1,11 +1,13 @@
 """How an object is made of a CPU kernel's C++, and by which compiler."""
 
+import importlib.util
 import os
 import re
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 from gdntune.errors import BuildError, ToolMissing
 
@@ -32,14 +34,28 @@ def command() -> list[str]:
     return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 
+def _libinfo() -> ModuleType:
+    """tvm_ffi's own account of where its headers are.
+
+    By itself: the package imports torch, which takes longer than a compilation.
+    """
+    package = importlib.util.find_spec("tvm_ffi")
+    if package is None or package.origin is None:
+        raise ToolMissing("tvm_ffi is not installed: pip install 'apache-tvm-ffi>=0.1.10,<0.2'")
+    path = Path(package.origin).parent / "libinfo.py"
+    spec = importlib.util.spec_from_file_location("_tvm_ffi_libinfo", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def object_of(source: str, name: str, folder: Path) -> Path:
     """Compiles C++ `source` to folder/NAME.o and gives its path; beside it folder/NAME.d, the
     compiler's own list of the headers that it read.
 
     ToolMissing without a compiler, BuildError where it fails.
     """
-    from tvm_ffi import libinfo
-
     compiler = command()
     if not shutil.which(compiler[0]):
         raise ToolMissing(
@@ -49,6 +65,7 @@ def object_of(source: str, name: str, folder: Path) -> Path:
         )
     file, target = folder / f"{name}.cpp", folder / f"{name}.o"
     file.write_text(source)
+    libinfo = _libinfo()
     includes = [HEADERS, libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
     options = [*FLAGS, *(f"-I{path}" for path in includes)]
     done = subprocess.run(

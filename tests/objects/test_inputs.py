@@ -4,6 +4,8 @@ import ctypes
 import shutil
 import subprocess
 
+import sys
+
 import msgspec
 import pytest
 
@@ -151,3 +153,13 @@ def test_the_compiler_that_made_them_links(monkeypatch, tmp_path):
     subprocess.run([*compiler, "-fPIC", "-c", source, "-o", tmp_path / "a.o"], check=True)
     store.link([tmp_path / "a.o"], tmp_path / "a.so", "cpu")
     assert ctypes.CDLL(str(tmp_path / "a.so"))._Z1av() == 1
+
+
+def test_compiling_for_a_cpu_needs_no_torch(tmp_path):
+    """tvm_ffi imports torch, which took a compiling process 2.6 s where g++ took 1.6."""
+    code = (
+        "import sys; from pathlib import Path; from gdntune.kernels.cpu_object import object_of;"
+        "object_of('#include \"arguments.h\"', 'one', Path(sys.argv[1]));"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

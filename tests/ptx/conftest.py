@@ -1,7 +1,6 @@
 """Objects for the tests here, compiled in the background while earlier tests run."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -9,15 +8,17 @@ from .build import Builder, spec_of
 
 
 @pytest.fixture(scope="session")
-def builder(request: pytest.FixtureRequest) -> Iterator[Builder]:
-    """Compiles what the selected tests name as `row`, in their order, and what else is asked for."""
+def builder() -> Iterator[Builder]:
+    """Compiles what it is asked for."""
     made = Builder()
-    here = Path(__file__).parent
-    for item in request.session.items:
-        if here not in item.path.parents:  # other tests have parameters of that name
-            continue
-        callspec = getattr(item, "callspec", None)
-        if callspec is not None and (row := callspec.params.get("row")):
-            made.start(spec_of(row.contract, row.variant))
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ahead(request: pytest.FixtureRequest, builder: Builder) -> None:
+    """What a file's selected tests name as `row` is compiled in their order."""
+    # a process of pytest-xdist has all files' tests in its list, and runs whole files
+    for item in (item for item in request.session.items if item.path == request.path):
+        if row := getattr(item, "callspec", None) and item.callspec.params.get("row"):
+            builder.start(spec_of(row.contract, row.variant))
