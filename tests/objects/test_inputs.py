@@ -3,7 +3,6 @@
 import ctypes
 import shutil
 import subprocess
-
 import sys
 
 import msgspec
