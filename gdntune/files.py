@@ -22,9 +22,10 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
             with path.open("wb", buffering=0) as stream:
                 stream.write(data)
             return
+        # The link's target, or the link would turn into a file.
         _replace(Path(os.path.realpath(path)), data)
     except OSError as e:
-        # not the temporary file's name, which nobody chose
+        # Not the temporary file's name, which nobody chose.
         raise OSError(e.errno, e.strerror or str(e), str(path)) from e
 
 
@@ -44,17 +45,21 @@ def _is_stream(path: Path) -> bool:
 def _replace(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
-    # not mkstemp, whose files are for their owner alone, whatever the user's umask
+    # Not mkstemp, whose files are for their owner alone, whatever the user's umask. In the same
+    # folder: a rename across file systems is a copy.
     temporary = path.parent / f".gdntune-{os.getpid()}-{secrets.token_hex(4)}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
+            # Before the rename: after a crash some file systems have the new name and none of its
+            # bytes.
             os.fsync(descriptor)
         if mode is not None:
             os.chmod(temporary, mode)
         os.replace(temporary, path)
+    # Ctrl-C too: no temporary file is left behind.
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)

@@ -89,6 +89,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
         """A short stable name: the fields that differ from the defaults,
         `gdn_decode.tokens=4.state_dtype=fp32`.
         """
+        # Both always: they are what a reader looks for first, whatever the defaults are.
         parts = [self.op, f"tokens={self.tokens}"]
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
@@ -135,7 +136,8 @@ def contract_fault(c: Any) -> str | None:
         value = getattr(c, name)
         if not isinstance(value, str) or value not in accepted:
             return f"{shown(name, value)}: expected one of {listed(accepted)}"
-    # msgspec checks what it decodes, not what Python constructs
+    # msgspec checks what it decodes, not what Python constructs. By type(): True is an int too,
+    # and would stand in keys as `True`.
     for name, kind in PLAIN_TYPES.items():
         value = getattr(c, name)
         if type(value) is not kind:

@@ -19,8 +19,8 @@ from gdntune.problem import ITEMSIZE, Contract, Problem
 Bound = Literal["latency-bound", "L2-assisted", "DRAM-bound"]
 
 # Below this transfer time fixed costs decide. H100: an empty kernel takes 0.86 to 1.4 us; B=1,
-# HV=64, 1.3 us at the
-# peak, took 3.1 us. CPU: a call after 10 ms of idleness took 60 us where 15 us were work.
+# HV=64, 1.3 us at the peak, took 3.1 us. CPU: a call after 10 ms of idleness took 60 us where 15 us
+# were work.
 LATENCY_US = {"cuda": 5.0, "cpu": 50.0}
 # L2 assists where it can keep more than this share of the bytes off the DRAM.
 L2_SHARE = 0.1
@@ -40,6 +40,7 @@ def floor_form(contract: Contract) -> FloorForm:
     kept.
     """
     final = 1 if contract.mode == "update" else 0
+    # Under `update` the last token's state counts twice: it goes to its slot and to the buffer.
     between = 0 if contract.intermediate == "none" else contract.tokens
     return FloorForm(reads=1, writes=final + between)
 
@@ -64,8 +65,11 @@ def bytes_moved(problem: Problem) -> int:
     """
     c = problem.contract
     rows, HV = problem.B * c.tokens, problem.HV
+    # KDA's gate is as wide as a key, GDN's is a number a head.
     gates = HV * c.K if c.op == "kda_decode" else HV
     total = floor_bytes(problem)
+    # q and k are of H heads, v and the output of HV: second reads of q and k by GVA's heads hit a
+    # cache.
     total += rows * 2 * (problem.H * c.K + HV * c.V) * ITEMSIZE[c.input_dtype]
     total += rows * (gates * ITEMSIZE[c.gate_dtype] + HV * ITEMSIZE[c.beta_dtype])
     if c.has_parameters:
@@ -123,6 +127,7 @@ def classify(problem: Problem, time_us: float, device: Device, l2_policy: str) -
     moved, peak = bytes_moved(problem), device.peak_gb_s
     kept = kept_bytes(problem, device, l2_policy)
     latency_us = LATENCY_US[device.kind]
+    # A CPU without a measured peak: all that is left to tell fixed costs by is the time itself.
     if peak is None:
         latency_bound = time_us < latency_us
     else:
@@ -134,6 +139,7 @@ def classify(problem: Problem, time_us: float, device: Device, l2_policy: str) -
                 " true: see that the kernel passes its check, that the flush runs, and what"
                 " arch.peak_disagreement says of the peak"
             )
+        # Both: a large transfer at a poor share is slow for another reason than its fixed costs.
         latency_bound = share < 0.5 and share * time_us < latency_us
     if latency_bound:
         return "latency-bound"

@@ -62,12 +62,14 @@ def decode(
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise error(f"{source}: not JSON: {e}{accepted and f'; expected {accepted}'}") from None
     convert(raw, kind, source, error)
+    # Unreachable while msgspec's two ways of checking agree.
     raise error(f"{source}: not what was expected")
 
 
 def refuse_newer(data: bytes, schema: str, source: str, error: type[GdntuneError]) -> None:
     """Raises `error` for a JSON object of another schema than `schema`, as `gdntune.table/1`."""
     name, _, version = schema.rpartition("/")
+    # By the head alone, undecoded: a newer schema may be one that this version cannot decode.
     found = re.search(rb'"schema"\s*:\s*"' + name.encode() + rb'/(\d+)"', data[:_HEAD])
     if found is None or int(found[1]) <= int(version):
         return
@@ -101,6 +103,7 @@ def _writer(data: bytes) -> str:
 def _numbers(version: str) -> tuple[int, ...]:
     """Numbers by which versions are ordered; of several versions those of the latest."""
     each = (re.match(r"\d+(\.\d+)*", v.strip()) for v in version.split(","))
+    # A merged table names several versions, with commas.
     return max((tuple(map(int, m[0].split("."))) for m in each if m), default=())
 
 
@@ -115,6 +118,7 @@ def refuse_odd_json(data: bytes, source: str, error: type[GdntuneError]) -> None
         if len(found) < len(pairs):
             keys = [key for key, _ in pairs]
             found[_MARK] = next(key for key in keys if keys.count(key) > 1)
+            # Marked in the object itself, since the hook knows no path; `_where` finds it again.
             twice.append(found[_MARK])
         return found
 
@@ -153,9 +157,10 @@ def fault(raw: Any, kind: Any, message: str, path: str = "$") -> str:
     )
     for step in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", below):
         name, index = step
+        # msgspec's path ends at the tag itself, which no struct has as a field.
         if name and (tags := _tags(kind, name)):
             return f"{path}.{name} is {short(raw[name])}: expected {one_of(tags)}"
-        # the path of a mapping's entry, which msgspec does not name
+        # The path of a mapping's entry, which msgspec does not name: each is tried again.
         if index == "...":
             return _entry_fault(raw, _argument(kind, raw, -1), what, path)
         kind = _field_kind(kind, raw, name) if name else _argument(kind, raw, 0)
@@ -163,6 +168,7 @@ def fault(raw: Any, kind: Any, message: str, path: str = "$") -> str:
         path += f".{name}" if name else f"[{index}]"
     if is_key or what == "Expected `str`":
         wrong = (
+            # YAML makes 1: an integer and yes: a truth value, as keys too.
             next((key for key in raw if not isinstance(key, str)), raw)
             if isinstance(raw, dict)
             else raw
@@ -195,7 +201,7 @@ def _described(raw: Any, kind: Any, what: str, path: str) -> str:
     if "Invalid enum value" in what or any(get_origin(m) is Literal for m in members):
         accepted = [a for m in members if get_origin(m) is Literal for a in get_args(m)]
         return f"{path} is {short(raw)}{near(raw, accepted)}: expected {one_of(accepted)}"
-    # the tag of a union of structs
+    # The tag of a union of structs.
     if what.startswith("Invalid value"):
         accepted = [m.__struct_config__.tag for m in _members(kind, None) if _is_struct(m)]
         return f"{path} is {short(raw)}: expected {one_of(accepted)}"

@@ -29,13 +29,13 @@ L2 = Literal["cold-clean", "cold-dirty", "rotate", "warm", "chain"]
 # Its argument is the turn, how many timed calls came before, so that `rotate` can walk slots; under
 # `chain` the layer.
 Call = Callable[[int], Any]
-# reads a whole tensor in one kernel whose name contains cupti.FLUSH
+# Reads a whole tensor in one kernel whose name contains cupti.FLUSH.
 Reader = Callable[[Any], Any]
 
 TIE_SHARE = 0.01
-# CUPTI's clock on an H100: 1% of 3 us
+# CUPTI's clock on an H100 ticks every 32 ns: 1% of 3 us.
 CUPTI_STEP_US = 0.032
-# calls between two synchronisations: bounds CUPTI's buffers and the events kept
+# Calls between two synchronisations: bounds CUPTI's buffers and the events kept.
 BATCH = 1024
 MARKER_BYTES = 16 << 10
 # Calls in a graph: their flushes, 45 us each on an H100, differ by half a microsecond, the mean of
@@ -101,6 +101,8 @@ def mirrored(n: int, rounds: int) -> Iterator[tuple[int, int]]:
     """
     for r in range(rounds):
         for i in range(n):
+            # A GPU that warms up slows steadily: in one order alone, the last call of each round
+            # would look slower than the first.
             yield (i if r % 2 == 0 else n - 1 - i), r
 
 
@@ -136,12 +138,15 @@ class Timer:
                 call(0)
         order = list(mirrored(len(calls), rounds))
         samples = [[math.nan] * rounds for _ in calls]
+        # All calls are warm by now: what runs first loads its code, and a capture may load none.
         with _no_collection(), self._ready(calls):
             for first in range(0, len(order), BATCH):
                 batch = order[first : first + BATCH]
                 for (i, r), us in zip(
                     batch, self._times(calls, [i for i, _ in batch], first), strict=True
                 ):
+                    # Only a difference can be negative (`graph`); cut off at 0 it would win every
+                    # comparison.
                     if us < 0:
                         raise MeasurementError(
                             f"call {i} of {len(calls)} took {us:.3f} us in round {r}, by timer"
@@ -157,6 +162,8 @@ class Timer:
         """
         call(0)
         with self._ready([call]):
+            # What a budget of seconds is planned by, so the host's clock counts here, flushes and
+            # all.
             start = time.perf_counter()
             self._times([call], [0] * rounds, 0)
             return (time.perf_counter() - start) * 1e6 / rounds
@@ -196,6 +203,7 @@ class CuptiTimer(Timer):
                 calls[i](turn)
             self._synchronize()
         finally:
+            # Also where a call raised: a recording that stays open slows all that follows.
             records = self._source.stop()
         return cupti.segments_us(records, len(order), self._markers)
 
@@ -279,7 +287,7 @@ class GraphTimer(Timer):
     @contextlib.contextmanager
     def _ready(self, calls: Sequence[Call]) -> Iterator[None]:
         base, *works = (functools.partial(self._body, call) for call in (None, *calls))
-        # a capture may load no kernel; the calls have run
+        # A capture may load no kernel; the calls have run, the base has not.
         base()
         with self._difference.between(base, works):
             yield
@@ -347,9 +355,10 @@ def make_timer(device: Device, policy: Policy, reader: Reader | None = None) -> 
     both = resolved.timer == "graph" and resolved.l2 == "cold-clean"
     buffers = [torch.zeros(size // 4, dtype=torch.int32, device="cuda") for _ in range(1 + both)]
     marker = torch.zeros(MARKER_BYTES // 4, dtype=torch.int32, device="cuda")
+    # The marker's kernel is in the records whatever the L2 policy: it is where one call ends.
     mark: Callable[[], Any] = functools.partial(reader, marker) if reader else _nothing
     if reader is None and resolved.timer == "graph":
-        # torch warns of a graph without a kernel
+        # torch warns of a graph without a kernel.
         mark = functools.partial(marker.add_, 1)
     before, markers = mark, 1
     if resolved.l2 == "cold-clean":
@@ -367,11 +376,13 @@ def make_timer(device: Device, policy: Policy, reader: Reader | None = None) -> 
             zero()
             mark()
 
-    # compiles or loads the reader
+    # Compiles or loads the reader, so that no timed call does.
     before()
     if resolved.timer == "cupti":
         return CuptiTimer(resolved, before, cupti.recorder(), torch.cuda.synchronize, markers)
     if resolved.timer == "graph":
+        # A replay walks the turns it recorded; fewer than TURNS would visit the same slots again,
+        # warm.
         calls = TURNS if resolved.l2 == "rotate" else GRAPH_CALLS
         return GraphTimer(resolved, before, graphs.GraphRecorder(), calls, note)
     return EventTimer(resolved, before, note)
@@ -382,8 +393,8 @@ def _cpu_flush(l2: L2, size: int) -> Callable[[], Any] | None:
         return None
     import torch
 
-    # ones, not zeros: the pages of calloc are all one page of zeros until they are written, and
-    # stay in L1.
+    # Ones, not zeros: calloc's pages are all one page of zeros until they are written, and stay in
+    # L1.
     buffer = torch.ones(size // 4, dtype=torch.float32)
     return buffer.sum if l2 == "cold-clean" else buffer.zero_
 
@@ -465,6 +476,7 @@ def measured_peaks(
     """
     import torch
 
+    # Eight times the cache: what it keeps of one copy is a small share of the next.
     least = max(1 << 30 if device.kind == "cuda" else 256 << 20, 8 * device.l2_bytes)
     elements = (size or min(least, max(1 << 20, device.memory_bytes // 8))) // 4
     with torch.cuda.device(index) if device.kind == "cuda" else contextlib.nullcontext():
@@ -473,6 +485,8 @@ def measured_peaks(
         )
         calls: list[Call] = [lambda _: goal.copy_(source)]
         if device.kind == "cpu":
+            # A copy on a CPU reads the lines that it stores to, three transfers where two are
+            # counted; an update in place has two.
             calls.append(lambda _: goal.neg_())
         timer = make_timer(device, Policy("events" if device.kind == "cuda" else "cpu", "warm"))
         best_us = min(min(times) for times in timer.measure(calls, rounds))

@@ -34,6 +34,7 @@ CGROUP = Path("/sys/fs/cgroup")
 KNOWN: dict[str, float] = {
     r"GB300|B300": 8000.0,
     r"GB200|B200|B100": 8000.0,
+    # Before `GH200`, which fits this name too; likewise H100's variants before H100.
     r"GH200.*(144G|HBM3e)": 4900.0,
     r"GH200": 4000.0,
     r"H200": 4800.0,
@@ -71,6 +72,8 @@ EVENT_REASONS: dict[int, str] = {
     0x80: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
+# A power cap is missing here: at full load it is a GPU's normal state, not a fault of the
+# measurement.
 THROTTLES = frozenset(
     {"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"}
 )
@@ -79,6 +82,7 @@ COOL_S, LOOK_S = 10.0, 0.25
 # A clock that moved by more than this is another clock.
 SHIFT = 0.05
 
+# What may change a kernel's code or its time; all go into a journal's header.
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cupti-python")
 
 
@@ -109,6 +113,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The name as a folder: `nvidia-h100-80gb-hbm3`. Where letters of other scripts are lost, a
         hash of the name stands for them.
         """
+        # Two names that differ only in letters of other scripts must not share a folder.
         plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         if plain and not any(c.isalpha() and not c.isascii() for c in self.name):
             return plain
@@ -186,6 +191,8 @@ def detect(kind: Literal["auto", "cuda", "cpu"] = "auto", index: int = 0) -> Dev
     fault = cuda_fault(index)
     if fault is None:
         return _detect_cuda(index)
+    # Asked for by name, so no fall back: tables of a CPU in place of a GPU's would be found much
+    # later.
     if kind == "cuda":
         raise ToolMissing(
             f"{fault}, or use the CPU (device: cpu in a config, --device cpu on the command line)"
@@ -224,7 +231,7 @@ def _detect_cuda(index: int) -> Device:
 
     p = torch.cuda.get_device_properties(index)
     peak, source = datasheet_gb_s(p.name), "datasheet"
-    # NVML tells the whole card's
+    # NVML tells the whole card's bandwidth, of which a MIG slice has a share.
     if peak is None and not re.search(MIG, p.name):
         peak, source = nvml_peak_gb_s(index), "nvml"
     return Device(
@@ -257,12 +264,12 @@ def _cpu_identity(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
     with contextlib.suppress(OSError):
         for line in cpuinfo.read_text().splitlines():
             key, _, value = line.partition(":")
-            # the first CPU's block speaks for all
+            # The first CPU's block speaks for all.
             fields.setdefault(key.strip(), value.strip())
     name = fields.get("model name", "")
     if not name and platform.system() == "Darwin":
         name = _first_line(["sysctl", "-n", "machdep.cpu.brand_string"])
-    # Arm's cpuinfo has no model name
+    # Arm's cpuinfo has no model name.
     if not name and "CPU part" in fields:
         name = f"Arm {fields.get('CPU implementer', '')} {fields['CPU part']}"
     flags = fields.get("flags") or fields.get("Features") or ""
@@ -273,6 +280,7 @@ def _cpu_arch(machine: str, flags: tuple[str, ...]) -> str:
     """The machine, its widest vectors and a hash of its flags; where no flags are listed the
     model's name is hashed.
     """
+    # The widest first: the name is for people, the hash is what keeps another CPU's objects away.
     families = {"avx512": "avx512f", "avx2": "avx2", "sve": "sve", "neon": "asimd"}
     vectors = [family for family, flag in families.items() if flag in flags][:1]
     text = " ".join(flags) or _cpu_identity(PROC_CPUINFO)[0]
@@ -283,8 +291,10 @@ def cpu_threads() -> int:
     """Threads worth starting: the cores this process may run on, and no more than its cgroup's
     quota pays for.
     """
-    # not on macOS
+    # Not on macOS.
     affinity = getattr(os, "sched_getaffinity", None)
+    # A container on a large host may use few of its cores; a thread a core would then wait for the
+    # others at each barrier.
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, min(cores, math.ceil(_cgroup_cpus(CGROUP))))
 
@@ -292,6 +302,8 @@ def cpu_threads() -> int:
 def _cgroup_cpus(root: Path) -> float:
     """The quota of the cgroup (v2, then v1) in CPUs; a large number where there is none."""
     with contextlib.suppress(OSError, ValueError):
+        # cgroup v2 has both in one file, v1 one each; a failed read of the first means v1, or no
+        # limit.
         quota, period = (root / "cpu.max").read_text().split()
         return 1e6 if quota == "max" else int(quota) / int(period)
     with contextlib.suppress(OSError, ValueError):
@@ -315,6 +327,7 @@ def last_level_cache_bytes(root: Path = CPU_CACHES) -> int:
     found: list[tuple[int, int]] = []
     for folder in sorted(root.glob("index*")):
         with contextlib.suppress(OSError, ValueError, KeyError):
+            # L1i and the like hold no data; their level may equal L1d's.
             if (folder / "type").read_text().strip() != "Instruction":
                 size = (folder / "size").read_text().strip()
                 scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[size[-1]]
@@ -323,7 +336,7 @@ def last_level_cache_bytes(root: Path = CPU_CACHES) -> int:
 
 
 def _host_memory_bytes() -> int:
-    # not every system has these names
+    # Not every system has these names.
     with contextlib.suppress(AttributeError, ValueError, OSError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 0
@@ -337,6 +350,7 @@ def nvml_peak_gb_s(index: int = 0) -> float | None:
         handle = lib and nvml.device(lib, index)
         if handle is None:
             return None
+        # The highest clock, not the current one: idle memory is clocked down.
         mhz = nvml.query(lib, "nvmlDeviceGetMaxClockInfo", handle, lib.NVML_CLOCK_MEM)
         bits = nvml.query(lib, "nvmlDeviceGetMemoryBusWidth", handle)
         return 2 * mhz * bits / 8 / 1e3 if mhz and bits else None
@@ -353,7 +367,7 @@ def clocks(index: int | None = 0) -> Clocks:
         if handle is None:
             return Clocks()
         power_mw = nvml.query(lib, "nvmlDeviceGetPowerUsage", handle)
-        # the second name is that of bindings before 12.2
+        # The second name is that of bindings before 12.2.
         reasons = "nvmlDeviceGetCurrentClocksEventReasons nvmlDeviceGetCurrentClocksThrottleReasons"
         mask = nvml.query(lib, reasons, handle) or 0
         return Clocks(
@@ -377,6 +391,8 @@ def throttled(now: Clocks) -> bool:
 def settled(index: int | None = 0) -> Clocks:
     """`clocks` as soon as nothing throttles the device, or after COOL_S all the same."""
     end = time.monotonic() + COOL_S
+    # Waiting has an end: a card in a hot rack throttles for good, and its cells are then marked
+    # instead.
     while throttled(now := clocks(index)) and time.monotonic() < end:
         time.sleep(LOOK_S)
     return now
@@ -402,6 +418,7 @@ def shift(before: Clocks, after: Clocks) -> str | None:
     """How the clock of the SMs or the memory moved between two looks, by more than SHIFT; None:
     neither did, or the device was idle.
     """
+    # An idle GPU's clocks are its resting ones; between them and those at work lies no shift.
     if "gpu_idle" in {*before.event_reasons, *after.event_reasons}:
         return None
     pairs = {"SMs": (before.sm_mhz, after.sm_mhz), "memory": (before.memory_mhz, after.memory_mhz)}
@@ -426,6 +443,8 @@ def peak_disagreement(values: Mapping[str, float | None]) -> str | None:
             " model's"
         )
     for source, peak in (("the datasheet's", sheet), ("NVML's", board)):
+        # More than the peak is no luck: the figure belongs to another model. Far less is other
+        # work, or a throttled clock.
         if peak and measured and not 0.85 <= measured / peak <= 1.05:
             why = (
                 "that peak is wrong"

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from gdntune.errors import MeasurementError
 
-# start and end in ns, the kernel's name
+# Start and end in ns, the kernel's name.
 Record = tuple[int, int, str]
 
 FLUSH = "gdntune_flush"
@@ -41,6 +41,8 @@ class Recorder:
         self._records: list[Record] = []
         kinds = cupti.ActivityKind
         self._kinds = (kinds.CONCURRENT_KERNEL, kinds.MEMCPY, kinds.MEMSET)
+        # 8 MiB a buffer, as many records as fit: each buffer that fills up is a callback while calls
+        # are being timed.
         cupti.activity_register_callbacks(lambda: (8 << 20, 0), self._completed)
 
     def _completed(self, activities: Any) -> None:
@@ -64,6 +66,7 @@ class Recorder:
         return self._records.copy()
 
 
+# One a process: CUPTI takes callbacks once.
 _recorder: Recorder | None = None
 
 
@@ -86,6 +89,8 @@ def fault() -> str | None:
             _probe()
         finally:
             records = source.stop()
+        # A recorder that starts without an error and yet records nothing: another subscriber has
+        # the activities.
         if records:
             return None
         reason = "CUPTI gave no record of a kernel: MULTIPLE_SUBSCRIBERS"
@@ -116,6 +121,7 @@ def segments_us(records: Sequence[Record], calls: int, markers: int = 1) -> list
     Raises MeasurementError where a marker or a call left no record.
     """
     found: list[tuple[int, int] | None] = []
+    # Buffers come back in any order; on one stream, times order the work.
     for start, end, name in sorted(records):
         if FLUSH in name:
             found.append(None)
@@ -133,6 +139,7 @@ def segments_us(records: Sequence[Record], calls: int, markers: int = 1) -> list
             f" {len(records)} in all: end any other profiler in this process; the reader must"
             f" launch one kernel, with {FLUSH} in its name"
         )
+    # Of several markers a call only the last starts it: between them lies the fill of `cold-dirty`.
     timed = found[markers - 1 :: markers]
     if None in timed:
         raise MeasurementError(

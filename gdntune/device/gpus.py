@@ -43,6 +43,7 @@ def named(name: str) -> Device:
     wanted = re.sub(r"[^a-z0-9]+", " ", name.lower()).strip()
     plain = {re.sub(r"[^a-z0-9]+", " ", full.lower()): full for full in GPUS}
     found = [full for key, full in plain.items() if wanted and f" {wanted} " in f" {key} "]
+    # `h100` alone fits three names; only a full name, or a part of one name alone, decides.
     exact = plain.get(wanted) or plain.get(f"nvidia {wanted}")
     if not exact and len(found) != 1:
         near = difflib.get_close_matches(wanted, plain, n=1, cutoff=0.5)

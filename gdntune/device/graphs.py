@@ -10,8 +10,8 @@ from gdntune.errors import MeasurementError
 Work = Callable[[], Any]
 
 # About 100 us of an H100: what the host needs to queue a graph of 200 nodes between two events.
-# Without it the start event of a short
-# graph is over before the graph is queued, and the wait is in its time.
+# Without it the start event of a short graph is over before the graph is queued, and the wait is in
+# its time.
 SPIN_CYCLES = 200_000
 # Timed replays between two of the recording that they are compared with.
 BASE_EVERY = 8
@@ -39,7 +39,7 @@ class GraphRecorder:
 
         self._stream = torch.cuda.Stream()
         self._events: list[tuple[Any, Any]] = []
-        # kept: torch's allocator goes on asking a graph whose capture failed
+        # Kept: torch's allocator goes on asking a graph whose capture failed.
         self._failed: list[Any] = []
 
     def record(self, works: Sequence[Work]) -> list[Work]:
@@ -51,7 +51,7 @@ class GraphRecorder:
         """
         import torch
 
-        # a new one each time: torch refuses a pool whose graphs are all gone
+        # A new one each time: torch refuses a pool whose graphs are all gone.
         pool = torch.cuda.graph_pool_handle()
         replays: list[Work] = []
         for i, work in enumerate(works):
@@ -59,7 +59,7 @@ class GraphRecorder:
             try:
                 replays.append(self._captured(work, pool).replay)
             except Exception as e:
-                # raises where the device is lost, which is no fault of the capture
+                # Raises where the device is lost, which is no fault of the capture.
                 torch.cuda.synchronize()
                 raise MeasurementError(
                     f"work {i} of {len(works)} cannot be captured in a CUDA graph"
@@ -75,12 +75,13 @@ class GraphRecorder:
         # hundreds of graphs.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
+            # Thread-local: another thread's allocation must not spoil this capture.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             self._failed.append(graph)
             try:
                 work()
             except BaseException:
-                # what the work raised says more
+                # What the work raised says more.
                 with contextlib.suppress(Exception):
                     graph.capture_end()
                 raise
@@ -99,7 +100,7 @@ class GraphRecorder:
                 (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             )
             for event in self._events[-1]:
-                # torch makes an event at its first record
+                # torch makes an event at its first record.
                 event.record()
         events = self._events[: len(replays)]
         torch.cuda.synchronize()
@@ -136,13 +137,11 @@ class Difference:
 
         The last replay is of the last work named.
         """
-        # the first is not counted: it finds the device as anyone left it
-        replays, timed, bases = (
-            [*self._base],
-            [],
-            [],
-        )
-        # amid those that it is subtracted from, so that a drift cancels
+        # The first is not counted: it finds the device as anyone left it.
+        replays = [*self._base]
+        timed: list[int] = []
+        bases: list[int] = []
+        # Amid those that it is subtracted from, so that a drift cancels.
         middle = min(BASE_EVERY, len(order)) // 2
         for position, i in enumerate(order):
             if position % BASE_EVERY == middle:
@@ -151,5 +150,6 @@ class Difference:
             timed.append(len(replays))
             replays.append(self._works[i])
         times = self._recorder.times_us(replays)
+        # The median: one replay that was interrupted would shift all differences alike.
         base = statistics.median(times[i] for i in bases)
         return [times[i] - base for i in timed]

@@ -68,19 +68,21 @@ def occupancy(arch: str, threads: int, registers: int, shared_bytes: int) -> Occ
     ):
         raise UnsupportedProblem(
             f"a block of {threads} threads, {registers} registers a thread and {shared_bytes} bytes"
-            f" of shared memory: accepted on {arch} are 1 to 1024, 1 to 255, 0 to"
+            f" of shared memory: expected on {arch} 1 to 1024, 1 to 255, 0 to"
             f" {sm.shared_bytes_a_block}"
         )
+    # A block takes whole warps, and registers in their unit, whatever of both it uses.
     warps = -(-threads // WARP)
     held = -(-registers // REGISTER_UNIT) * REGISTER_UNIT * WARP
     shared = -(-(shared_bytes + RESERVED_BYTES) // SHARED_UNIT) * SHARED_UNIT
     room = {
         "warps": sm.threads // WARP // warps,
-        # an SM is four parts, each with a quarter of the registers, and a warp is in one
+        # An SM is four parts, each with a quarter of the registers, and a warp is in one
         "registers": sm.registers // 4 // held * 4 // warps,
         "shared memory": sm.shared_bytes // shared,
         "blocks": sm.blocks,
     }
+    # The first of equals, so that the same kernel always has the same name for its bound.
     bound = min(room, key=lambda name: room[name])
     if not room[bound]:
         raise UnsupportedProblem(

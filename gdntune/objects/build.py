@@ -43,6 +43,7 @@ def compile_objects(
 
     specs: pairs of an object and its kernel's compiler (`module:function`).
     """
+    # Variants of several contracts may share an object; it is compiled once.
     unique = {spec.key: (spec, compiler) for spec, compiler in specs}
     done: dict[str, Built] = {}
     todo = []
@@ -59,9 +60,11 @@ def compile_objects(
         else:
             todo.append((spec, compiler))
     if todo:
+        # Before the first compiler starts: each would only find the same fault minutes later.
         store.require_writable()
         with Farm(store.root, min(jobs or cpu_threads(), len(todo)), COMPILE_TIMEOUT_S) as farm:
             for number, answer in farm.compile(todo):
+                # A missing tool: the other thousand objects would fail the same way, one by one.
                 if answer.fatal:
                     raise ToolMissing(answer.reason)
                 finish(Built(todo[number][0], answer.manifest, answer.reason))

@@ -48,6 +48,8 @@ class Process:
         self.deadline = 0.0
         self.dead = False
         self._received = bytearray()
+        # A file, not a pipe: nobody reads a pipe while the compiler works, and a full one would
+        # stop it.
         self._printed: IO[bytes] = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115
         self._popen = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, *map(str, sys.path)],
@@ -55,7 +57,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=self._printed,
             env=environment,
-            # so that its compiler's processes end with it
+            # A session of its own, so that its compiler's processes end with it.
             start_new_session=True,
         )
 
@@ -69,6 +71,8 @@ class Process:
         self.task, self.deadline = number, deadline
         assert self._popen.stdin is not None
         with contextlib.suppress(OSError):
+            # A process that died between two tasks breaks the pipe here; its end is read as its
+            # answer.
             self._popen.stdin.write(msgspec.json.encode(task) + b"\n")
             self._popen.stdin.flush()
 
@@ -76,11 +80,13 @@ class Process:
         """The answer, or None where it is not whole yet; the end of a process that died."""
         data = os.read(self.fileno(), 1 << 16)
         self._received += data
+        # End of file: an answer always comes before it, so the task in hand is lost.
         if not data:
             self.dead = True
             return Answer(reason=self._end())
         if not self._received.endswith(b"\n"):
             return None
+        # A process has one task at a time, so what was received is one answer.
         answer = msgspec.json.decode(self._received, type=Answer)
         self._received.clear()
         return answer
@@ -95,12 +101,12 @@ class Process:
 
     def close(self) -> None:
         """Ends the process, and what it started."""
-        # else its number may be another's by now
+        # Only while it runs: afterwards its number may be another's.
         if self._popen.poll() is None:
             os.killpg(self._popen.pid, signal.SIGKILL)
             self._popen.wait()
         for stream in (self._popen.stdin, self._popen.stdout, self._printed):
-            # a task that was never read may still be in the buffer
+            # A task that was never read may still be in the buffer.
             with contextlib.suppress(OSError):
                 if stream:
                     stream.close()
@@ -138,6 +144,8 @@ class Farm:
         if len(archs) > 1:
             raise GdntuneError(f"one call compiles for one architecture, these are {sorted(archs)}")
         arch = next(iter(archs), None)
+        # Reversed, so that pop() takes tasks in the order given: the caller puts first what it
+        # needs first.
         left = list(enumerate(todo))[::-1]
         while left or self._at_work:
             while left and len(self._at_work) < self._jobs:
@@ -152,12 +160,15 @@ class Farm:
         process.send(number, task, time.monotonic() + self._timeout)
 
     def _answers(self) -> Iterator[tuple[int, Answer]]:
+        # Made anew each time: the set of processes changes with each answer, and there are few of
+        # them.
         with selectors.DefaultSelector() as selector:
             for process in self._at_work:
                 selector.register(process, selectors.EVENT_READ, process)
             first = min(process.deadline for process in self._at_work)
             ready = [key.data for key, _ in selector.select(max(0.0, first - time.monotonic()))]
         now = time.monotonic()
+        # An answer that came by now counts, also past the deadline.
         for process in list(self._at_work):
             late = process.deadline <= now
             answer = process.receive() if process in ready else None

@@ -16,12 +16,13 @@ PACKAGES = ("gdntune", "tvm_ffi")
 
 @cache
 def _folder(package: str) -> Path | None:
-    # found, not imported: tvm_ffi imports torch
+    # Found, not imported: tvm_ffi imports torch.
     spec = importlib.util.find_spec(package)
     places = spec.submodule_search_locations if spec else None
     return Path(next(iter(places))).resolve() if places else None
 
 
+# By time and size too, so that a header which changes within a process is read again.
 @lru_cache(maxsize=4096)
 def _sha256(path: Path, changed_ns: int, size: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -53,6 +54,8 @@ def _place(name: str) -> Path:
 
 def hashed(paths: Iterable[Path]) -> dict[str, str]:
     """The contents' sha256 of files by name, as a manifest keeps them."""
+    # A file that is gone by now hashes to nothing, which no file equals: the object is compiled
+    # again.
     return {_named(p): _hash(p) or "" for p in sorted(paths)}
 
 

@@ -41,7 +41,7 @@ def hidden_main() -> Iterator[None]:
         yield
     finally:
         with _HIDING:
-            # the first one's is what was there; a later one's, what the first had left
+            # The first one's is what was there; a later one's, what the first had left.
             last = _HIDDEN.pop()
             if not _HIDDEN:
                 main.__dict__.update(last)
@@ -61,9 +61,10 @@ def free_memory() -> int | None:
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
-        # absent, or `max`, where there is no limit
+        # Absent, or `max`, where there is no limit.
         with contextlib.suppress(OSError, ValueError):
             free.append(int((group / limit).read_text()) - int((group / used).read_text()))
+    # A control group may be over its soft limit for a moment: less than none is none.
     return max(min(free), 0) if free else None
 
 
@@ -77,7 +78,8 @@ def limit_memory(share: float = 0.9) -> None:
         return
     import resource
 
-    # data in pages: private memory that can be written, which is what RLIMIT_DATA counts
+    # Data in pages: private memory that can be written, which is what RLIMIT_DATA counts. Not
+    # RLIMIT_AS: CUDA reserves more addresses than there is memory.
     data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(
         resource.RLIMIT_DATA,

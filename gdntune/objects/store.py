@@ -69,6 +69,7 @@ class ObjectSpec(msgspec.Struct, frozen=True):
     @property
     def key(self) -> str:
         """sha256 of everything that decides the object's bytes."""
+        # The label does not count here: where it makes another function it is among the facts.
         return self._hash("label")
 
     @property
@@ -131,7 +132,7 @@ def _cpp_toolchain(command: tuple[str, ...]) -> str:
         return f"{command[0]} (none)"
     said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
     version = (said.stdout.splitlines() or [command[0]])[0]
-    # of a compiler its version counts, wherever it lies
+    # Of a compiler its version counts, wherever it lies.
     flags = [*command[1:], "apache-tvm-ffi", importlib.metadata.version("apache-tvm-ffi")]
     return " ".join([version, *flags])
 
@@ -174,6 +175,7 @@ def default_root() -> Path:
     given = os.environ.get("GDNTUNE_CACHE_DIR")
     try:
         return Path(given or platformdirs.user_cache_dir("gdntune")) / "objects"
+    # What platformdirs raises for a user id without an entry in passwd, as containers have them.
     except (RuntimeError, KeyError):
         return NOWHERE / "objects"
 
@@ -210,6 +212,8 @@ class Store:
         self._modules: list[Any] = []
 
     def folder(self, key: str) -> Path:
+        # Two letters a level: a store has tens of thousands of objects, and folders that large are
+        # slow to list.
         return self.root / key[:2] / key
 
     def find(self, spec: ObjectSpec) -> Manifest | None:
@@ -224,12 +228,14 @@ class Store:
             found = msgspec.json.decode(path.read_bytes(), type=Manifest)
         except (OSError, msgspec.DecodeError):
             return None
+        # A header that changed since: the kernel's fingerprint covers its own sources alone.
         return found if unchanged(found.inputs) else None
 
     def require_writable(self) -> None:
         """ToolMissing where nothing can be kept: it names what to set."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            # Tried, not asked: os.access knows nothing of read-only mounts and quotas.
             with tempfile.TemporaryFile(dir=self.root):
                 return
         except OSError as e:
@@ -290,12 +296,15 @@ class Store:
 
     def _open(self, bundle: "OpenBundle") -> Any:
         library = bundle.folder / bundle.manifest.library
+        # The loader takes any library; a truncated one would crash at its first call.
         if file_sha256(library) != bundle.manifest.sha256:
             raise BuildError(
                 f"{library} is not the library that {bundle.folder / 'bundle.json'} names (sha256"
                 " differs): make the bundle anew"
             )
         device = next(iter(bundle.by_source.values())).spec.device
+        # At the first call, not when the bundle is opened: loading takes what an engine waits for
+        # at its start.
         bundle.module = self._module(library, device)
         return bundle.module
 
@@ -306,6 +315,7 @@ class Store:
                     f"{self.object_file(key)} is damaged (sha256 differs): remove its folder and"
                     " compile again"
                 )
+        # By contents: the same objects are linked once, whoever asks, and in whatever order.
         contents = sorted(m.sha256 for m in manifests.values())
         digest = hashlib.sha256("".join(contents).encode()).hexdigest()
         device = next(iter(manifests.values())).spec.device
@@ -316,7 +326,7 @@ class Store:
                 try:
                     link(objects, library, device)
                 except OSError:
-                    # a store that is complete need not be one that can be written
+                    # A store that is complete need not be one that can be written.
                     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdntune-"))
                     library = Path(folder) / library.name
                     link(objects, library, device)
@@ -330,6 +340,7 @@ class Store:
         if device == "cuda":
             preload_cute_runtime()
         module = tvm_ffi.load_module(str(library))
+        # Kept for the process' life: a function of a library that was unloaded crashes.
         self._modules.append(module)
         return module
 
@@ -339,7 +350,7 @@ def link(objects: list[Path], library: Path, device: str) -> None:
     compiler = _linker(device)
     openmp = ["-fopenmp"] if device == "cpu" else []
     with tempfile.TemporaryDirectory(prefix="gdntune-") as temporary:
-        # a file of arguments: hundreds of paths would pass the limit of a command line
+        # A file of arguments: hundreds of paths would pass the limit of a command line.
         arguments, linked = Path(temporary, "arguments"), Path(temporary, library.name)
         arguments.write_text("\n".join(_quoted(o) for o in objects))
         done = subprocess.run(
@@ -384,6 +395,7 @@ def write_bundle(store: Store, specs: Iterable[ObjectSpec], folder: Path) -> Bun
         raise BuildError("a bundle of no objects: nothing was compiled")
     archs = {(m.spec.device, m.spec.arch) for m in manifests.values()}
     if len(archs) > 1:
+        # The others' code would fail at its first call, on another machine than this.
         raise BuildError(f"a bundle holds one architecture, these are {sorted(archs)}")
     library = folder / "libgdntune.so"
     link([store.object_file(k) for k in sorted(manifests)], library, next(iter(archs))[0])

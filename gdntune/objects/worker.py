@@ -53,6 +53,7 @@ def resources(cubin: bytes) -> dict[str, int]:
     from elftools.elf.elffile import ELFFile
 
     found = {"registers": 0, "spill_bytes": 0, "shared_bytes": 0}
+    # EIATTR_REGCOUNT and EIATTR_FRAME_SIZE.
     tags = {0x2F: "registers", 0x11: "spill_bytes"}
     for section in ELFFile(io.BytesIO(cubin)).iter_sections():
         if section.name.startswith(".nv.shared"):
@@ -63,7 +64,7 @@ def resources(cubin: bytes) -> dict[str, int]:
         while at + 4 <= len(data):
             form, tag = data[at], data[at + 1]
             size = int.from_bytes(data[at + 2 : at + 4], "little")
-            # form 4 has `size` bytes of value, the others keep it in the size field
+            # Form 4 has `size` bytes of value, the others keep it in the size field.
             if form == 4 and tag in tags and size >= 8:
                 value = int.from_bytes(data[at + 8 : at + 12], "little")
                 found[tags[tag]] = max(found[tags[tag]], value)
@@ -77,7 +78,7 @@ def _compiler(path: str) -> Callable[..., Any]:
 
 
 def _compile_cute(spec: ObjectSpec, compiler: str, folder: Path) -> tuple[Path, dict[str, int]]:
-    # read once, when cutlass is imported
+    # Before cutlass is imported, which reads it once.
     os.environ["CUTE_DSL_ARCH"] = spec.arch
     try:
         import cutlass
@@ -103,6 +104,7 @@ def compile_one(spec: ObjectSpec, compiler: str, root: Path, scratch: Path) -> M
     """Compiles one object into the store at `root`, unless another process did meanwhile."""
     store = Store(root)
     with store.lock(spec):
+        # Another process may have compiled it while this one waited for the lock.
         found = store.find(spec)
         if found is not None:
             return found
@@ -112,6 +114,8 @@ def compile_one(spec: ObjectSpec, compiler: str, root: Path, scratch: Path) -> M
             if spec.device == "cuda":
                 path, used = _compile_cute(spec, compiler, folder)
             else:
+                # A CPU's object tells neither registers nor spills; nothing is dropped for them
+                # there.
                 path, used = _compiler(compiler)(spec.facts, spec.knobs, spec.name, folder), {}
             manifest = Manifest(
                 spec,
@@ -135,6 +139,7 @@ def answer(task: Task) -> Answer:
     except GdntuneError as e:
         return Answer(reason=f"{type(e).__name__}: {str(e)[-1500:]}")
     except Exception as e:  # noqa: BLE001
+        # To standard error, whose tail the farm quotes where the process dies of what follows.
         traceback.print_exc()
         return Answer(reason=f"{type(e).__name__}: {str(e)[-1500:]}")
 
@@ -149,8 +154,10 @@ def serve(tasks: BinaryIO, answers: BinaryIO) -> None:
 
 def main() -> None:
     """Serves on the standard streams; what a compiler prints goes to standard error instead."""
-    # the caller decides, and ends this process
+    # Ctrl-C reaches the whole group; the caller decides, and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Compilers print to standard output as they like; what the farm reads there must be answers
+    # alone.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     with answers:
