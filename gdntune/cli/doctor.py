@@ -218,8 +218,11 @@ def put_to_use(device: arch.Device, path: Path | str, ops: Iterable[str]) -> str
     """
     names = " and ".join(f"{op}.json" for op in ops)
     folder = dispatch.user_tables() / device.slug
+    # A user without a home has no such folder.
+    homeless = folder.is_relative_to(store.NOWHERE)
+    copy = "" if homeless else f"copy it as {names} into {folder}, or "
     return (
-        f"copy it as {names} into {folder}, or set GDNTUNE_TABLE={shlex.quote(str(path))}, or call"
+        f"{copy}set GDNTUNE_TABLE={shlex.quote(str(path))}, or call"
         f" gdntune.load_table({str(path)!r})"
     )
 

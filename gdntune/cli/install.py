@@ -1,12 +1,14 @@
 """Commands that put a table to use, and say which one a GPU gets."""
 
+import os
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gdntune.cli.common import AsJson, print_json, refusing
-from gdntune.errors import UnsupportedProblem, listed
+from gdntune.cli.common import AsJson, io_fault, print_json, refusing
+from gdntune.errors import TableError, ToolMissing, UnsupportedProblem, listed
 
 
 @refusing
@@ -21,6 +23,7 @@ def table_install(
     """
     from gdntune import kernels
     from gdntune.files import write_whole
+    from gdntune.objects.store import NOWHERE
     from gdntune.results import table
     from gdntune.runtime import dispatch
 
@@ -31,13 +34,21 @@ def table_install(
         )
     found = table.load(path)
     kernels.check_names(map(found.variant, found.variants), str(path))
+    instead = f"GDNTUNE_TABLE={shlex.quote(str(path.resolve()))}, which needs no folder"
     for op in sorted({rule.when.op for rule in found.rules}):
         target = dispatch.user_tables() / found.device.slug / f"{op}.json"
-        if target.is_file():
-            before = target.with_name(target.name + ".before")
-            write_whole(before, target.read_bytes())
-            typer.echo(f"the one that was there is now {before}")
-        table.save(found, target)
+        if target.is_relative_to(NOWHERE):
+            raise ToolMissing(f"this user has no home folder: set {instead}")
+        try:
+            if os.path.isfile(target):
+                before = target.with_name(target.name + ".before")
+                write_whole(before, target.read_bytes())
+                typer.echo(f"the one that was there is now {before}")
+            table.save(found, target)
+        except OSError as e:
+            raise ToolMissing(f"{io_fault(e)}, or set {instead}") from None
+        except TableError as e:
+            raise ToolMissing(f"{e}; set {instead}") from None
         typer.echo(f"{target}: in use for {op} on {found.device.name}, from the next process on")
     if noise := table.noise_words(found.evidence):
         typer.echo(f"WARNING: the table is noisy: {noise}", err=True)

@@ -21,7 +21,7 @@ from typing import IO
 import msgspec
 
 from gdntune.errors import GdntuneError, ToolMissing
-from gdntune.objects.store import ObjectSpec
+from gdntune.objects.store import ObjectSpec, scratch_folder
 from gdntune.objects.worker import Answer, Task
 
 # The caller's path of modules, by arguments: a kernel may be registered from anywhere on it.
@@ -121,7 +121,7 @@ class Farm:
         self._root, self._jobs, self._timeout = root, jobs, timeout
         self._at_work: list[Process] = []
         self._idle: list[Process] = []
-        self._scratch = tempfile.TemporaryDirectory(prefix="gdntune-", ignore_cleanup_errors=True)
+        self._scratch = scratch_folder(root)
 
     def __enter__(self) -> "Farm":
         return self

@@ -24,15 +24,16 @@ def _folder(package: str) -> Path | None:
 
 # By time and size too, so that a header which changes within a process is read again.
 @lru_cache(maxsize=4096)
-def _sha256(path: Path, changed_ns: int, size: int) -> str:
+def _sha256(path: Path, *status: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _hash(path: Path) -> str | None:
-    """The contents' sha256, read once while time and size stay; None where there is no file."""
+    """The contents' sha256, read once while the file stays; None where there is none."""
     try:
-        status = path.stat()
-        return _sha256(path, status.st_mtime_ns, status.st_size)
+        s = path.stat()
+        # Not st_mtime alone: files of reproducible wheels all have the same.
+        return _sha256(path, s.st_ctime_ns, s.st_mtime_ns, s.st_ino, s.st_size)
     except OSError:
         return None
 

@@ -123,12 +123,14 @@ def toolchain(device: str) -> str:
         asked = {n: v for n, v in os.environ.items() if n.startswith(_DSL) and n not in _NO_BYTES}
         settings = [f"{name}={value}" for name, value in sorted(asked.items())]
         return " ".join([f"nvidia-cutlass-dsl {CUTE_DSL_VERSION}", *settings])
-    return _cpp_toolchain(tuple(cpu_object.command()))
+    command = cpu_object.command()
+    return _cpp_toolchain(tuple(command), shutil.which(command[0]))
 
 
 @cache
-def _cpp_toolchain(command: tuple[str, ...]) -> str:
-    if shutil.which(command[0]) is None:
+def _cpp_toolchain(command: tuple[str, ...], place: str | None) -> str:
+    """place: where PATH leads now, since it may lead elsewhere later."""
+    if place is None:
         return f"{command[0]} (none)"
     said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
     version = (said.stdout.splitlines() or [command[0]])[0]
@@ -183,6 +185,18 @@ def default_root() -> Path:
 def file_sha256(path: Path) -> str:
     """The sha256 of a file, as manifests hold it."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def scratch_folder(instead: Path | None = None) -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder, in `instead` where the system has no place for one; ToolMissing without."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="gdntune-", ignore_cleanup_errors=True)
+    except FileNotFoundError as e:
+        if instead is not None:
+            return tempfile.TemporaryDirectory(prefix=".gdntune-", dir=instead)
+        raise ToolMissing(
+            f"{e.strerror}: set TMPDIR, or GDNTUNE_CACHE_DIR, to a folder that can be written"
+        ) from None
 
 
 def atomic_write(path: Path, data: bytes) -> None:
@@ -327,7 +341,7 @@ class Store:
                     link(objects, library, device)
                 except OSError:
                     # A store that is complete need not be one that can be written.
-                    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdntune-"))
+                    folder = stack.enter_context(scratch_folder())
                     library = Path(folder) / library.name
                     link(objects, library, device)
             module = self._module(library, device)
@@ -349,7 +363,9 @@ def link(objects: list[Path], library: Path, device: str) -> None:
     """Links objects into one shared library, whole or not at all."""
     compiler = _linker(device)
     openmp = ["-fopenmp"] if device == "cpu" else []
-    with tempfile.TemporaryDirectory(prefix="gdntune-") as temporary:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the library: where that can be written, nowhere else need be.
+    with tempfile.TemporaryDirectory(prefix=".gdntune-", dir=library.parent) as temporary:
         # A file of arguments: hundreds of paths would pass the limit of a command line.
         arguments, linked = Path(temporary, "arguments"), Path(temporary, library.name)
         arguments.write_text("\n".join(_quoted(o) for o in objects))

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from gdntune import search
 from gdntune.cli.app import app
+from gdntune.cli.doctor import put_to_use
 from gdntune.device import gpus
 from gdntune.errors import UnknownName
 
@@ -132,3 +133,26 @@ def test_install_on_a_full_disk(tmp_path, monkeypatch):
     assert refused.exit_code == 2 and before.is_symlink()
     assert f"gdntune: {before}: No space left" in refused.stderr
     assert target.read_bytes() == source.read_bytes()
+
+
+def test_install_without_a_home(tmp_path, monkeypatch):
+    """Fault: a user without a home was told that /dev/null/tables is not a directory; one whose home
+    cannot be written, no variable to set.
+    """
+
+    def homeless(_):
+        raise RuntimeError("Could not determine home directory.")
+
+    source = TABLES / "gdn_decode.json"
+    (tmp_path / "file").touch()
+    for data, said in (
+        (homeless, "gdntune: this user has no home folder: set GDNTUNE_TABLE="),
+        (lambda _: str(tmp_path / "file"), "Not a directory"),
+    ):
+        monkeypatch.setattr(platformdirs, "user_data_dir", data)
+        refused = run("table", "install", source)
+        assert refused.exit_code == 2 and said in refused.stderr
+        assert f"GDNTUNE_TABLE={source}" in refused.stderr
+    monkeypatch.setattr(platformdirs, "user_data_dir", homeless)
+    words = put_to_use(gpus.named("NVIDIA H200"), "t.json", ["gdn_decode"])
+    assert words.startswith("set GDNTUNE_TABLE=t.json, or call")

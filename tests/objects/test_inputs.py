@@ -1,6 +1,7 @@
 """An object's key and inputs: whatever changes its bytes makes it another, and nothing else does."""
 
 import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -162,3 +163,27 @@ def test_compiling_for_a_cpu_needs_no_torch(tmp_path):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+def test_a_compiler_that_appears_later_is_seen(monkeypatch, tmp_path):
+    """Fault: a process that asked once while PATH led to no compiler had "g++ (none)" in its keys from
+    then on.
+    """
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert store.toolchain("cpu").endswith("(none)")
+    monkeypatch.setenv("PATH", path)
+    assert "(none)" not in store.toolchain("cpu")
+
+
+def test_a_file_of_the_same_time_and_size_is_read_again(tmp_path):
+    """Fault: a header was taken for unchanged by its time and size, which files of reproducible wheels
+    share.
+    """
+    header = tmp_path / "a.h"
+    header.write_text("int x = 1;")
+    known = inputs.hashed([header])
+    time_ns = header.stat().st_mtime_ns
+    header.write_text("int x = 2;")
+    os.utime(header, ns=(time_ns, time_ns))
+    assert not inputs.unchanged(known)

@@ -3,6 +3,7 @@
 import os
 import pwd
 import shutil
+import tempfile
 
 import msgspec
 import pytest
@@ -238,3 +239,24 @@ def test_a_newer_bundle_is_named(built, tmp_path):
     path.write_text(text.replace('"arch"', '"archs"', 1))
     with pytest.raises(BuildError, match=r"gdntune 7\.5 wrote it"):
         Store(tmp_path / "none", [tmp_path])
+
+
+def test_no_place_for_temporary_files(built, monkeypatch, tmp_path):
+    """Fault: a container whose store alone can be written compiled nothing; and where that cannot be
+    either, the message named no variable.
+    """
+    found, objects = built
+
+    def nowhere():
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", nowhere)
+    own = Store(tmp_path / "own")
+    (made,) = build.compile_objects(objects[:1], own)
+    assert made.ok and works(own.load([objects[0][0]])[objects[0][0].key])
+    assert {p.name for p in own.root.iterdir()} == {objects[0][0].key[:2], "linked"}
+    shutil.copytree(found.root, tmp_path / "copy", ignore=shutil.ignore_patterns("linked"))
+    (tmp_path / "copy" / "linked").touch()
+    with pytest.raises(ToolMissing, match="No usable temporary directory .*set TMPDIR"):
+        Store(tmp_path / "copy").load([objects[0][0]])
