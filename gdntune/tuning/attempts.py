@@ -59,6 +59,7 @@ def attempts(measure: "Callable[[], T | Crashed]") -> "T | Crashed | Measurement
     That is one during which a clock moved, or whose times cannot be believed, or else the last:
     throttled, or MeasurementError where its times cannot be true. A crash is returned at once.
     """
+    # Counted by kind: a throttled attempt and then a noisy one are two causes, and each may pass.
     disturbed: Counter[str] = Counter()
     kept: T | None = None
     while True:
@@ -82,6 +83,8 @@ def attempts(measure: "Callable[[], T | Crashed]") -> "T | Crashed | Measurement
             )
             if not what:
                 return found
+            # A device that throttled gives times of another device; they are not kept even as a
+            # last resort.
             if what != "throttled":
                 kept = found
         disturbed[what] += 1
@@ -112,6 +115,8 @@ def check(on: Worker, contract: Contract, variants: Sequence[Variant]) -> list[C
         return [
             Check(contract=contract, variant=variants[0].id, status=got.status, reason=got.reason)  # type: ignore[arg-type]
         ]
+    # Halves, since one culprit among hundreds is the usual case: eight restarts instead of
+    # hundreds.
     middle = len(variants) // 2
     return check(on, contract, variants[:middle]) + check(on, contract, variants[middle:])
 
@@ -158,9 +163,10 @@ class CellJob(NamedTuple):
 
     def alone(self, variants: list[Variant], entries: Sequence[Named] = ()) -> "CellJob":
         """A quick look at some of it, to see whether it takes the process down."""
+        # Whether it crashes shows at its first calls; rounds only cost time.
         quick = msgspec.structs.replace(self.search, screen_rounds=2, final_rounds=2, keep=1)
         return self._replace(
-            # two samples of each say nothing of noise
+            # Two samples of each say nothing of noise.
             device=None,
             variants=variants,
             floors=[],
@@ -264,7 +270,7 @@ def _measured(on: Worker, job: CellJob) -> CellResult | Crashed | MeasurementErr
 def _timed(on: Worker, job: CellJob, retries: int) -> list[Record]:
     got = _measured(on, job)
     if isinstance(got, MeasurementError):
-        # records that a timer lost, say: the cell's fault, and no reason to end the sweep
+        # Records that a timer lost, say: the cell's fault, and no reason to end the sweep.
         return [job.cell(on, "failed", reason=str(got))]
     if isinstance(got, Crashed):
         return _without_entries(on, job, got, retries)
@@ -316,9 +322,10 @@ def _without_entries(on: Worker, job: CellJob, whole: Crashed, retries: int) -> 
     """
     if not job.entries:
         return _without_variants(on, job, whole, retries)
+    # Ours alone first: one look tells whether any entry has a part in it.
     ours = _measured(on, job.alone(job.variants)._replace(floors=job.floors))
     if not isinstance(ours, CellResult):
-        # it is not theirs
+        # It crashes without the entries too: the culprit is one of ours.
         return _without_variants(on, job, whole, retries)
     bad: dict[Named, Crashed] = {}
     for entry in job.entries:
@@ -329,6 +336,7 @@ def _without_entries(on: Worker, job: CellJob, whole: Crashed, retries: int) -> 
             bad[entry] = got
     if not bad:
         said = f"with others in one measurement, though not alone: {whole.reason}"
+        # Left out together, so that the cell keeps the times of ours.
         bad = dict.fromkeys(job.entries, Crashed(whole.status, said))
     rows: list[Record] = [
         job.lost(probe.recorded(e, job.problem), crash, probe.role(e)) for e, crash in bad.items()
@@ -349,11 +357,14 @@ def _without_variants(on: Worker, job: CellJob, whole: Crashed, retries: int) ->
         got = _measured(on, job.alone([v]))
         if isinstance(got, Crashed):
             bad[v.id] = got
+            # Every variant would find no memory one after the other, each with a process to start
+            # again; two are proof enough.
             full = all(_NO_MEMORY.search(crash.reason) for crash in bad.values())
             if full and len(bad) == n == min(2, len(job.variants)):
                 return [job.cell(on, "failed", reason=whole.reason)]
         elif isinstance(got, CellResult) and got.timing.throttled:
             return [job.cell(on, **went(got.timing))]
+    # No variant does so alone: something else ended the process, and may not come again.
     if not bad and retries:
         return _timed(on, job, retries - 1)
     if not bad:
@@ -362,6 +373,7 @@ def _without_variants(on: Worker, job: CellJob, whole: Crashed, retries: int) ->
     rest = [v for v in job.variants if v.id not in bad]
     if not rest:
         return [*rows, job.cell(on, "failed", reason=whole.reason)]
+    # A default rule's choice that crashes is no baseline; the cell's record then names none.
     default = job.default if job.default not in bad else msgspec.UNSET
     return rows + _timed(on, job._replace(variants=rest, default=default), RETRIES)
 

@@ -51,6 +51,7 @@ def bench(
     runtime = Runtime(device, store)
     if table is not None:
         runtime.use(table)
+    # A peer named twice is one peer.
     named = {name: peers.get(name) for name in dict.fromkeys(peer_names)}
     means = Means(
         store,

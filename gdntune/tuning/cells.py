@@ -34,15 +34,19 @@ def crossovers(config: Config, records: Sequence[Record], run: Run) -> list[Prob
     # half of a cell, as a kill leaves it, says nothing yet
     records = [r for r in records if not isinstance(r, Trial) or r.problem in closed]
     try:
+        # The table as it would be now: a crossover that its regret has merged away needs no cell.
         rules = {rule.when: rule for rule in derive(records, run, regret=search.regret).rules}
     except JournalError:
         return []
+    # Held-out cells have no part in choosing, so they narrow no crossover either.
     aside = {*marked(records), *listed_held_out(config)}
     tuned = by_work_units(c for c in timed_cells(records) if c.problem not in aside)
+    # Counted over all runs of this journal, so that a resumed sweep has no second budget.
     spent = marked(records, "bisection")
     found: list[Problem] = []
     for contract, cells in tuned.items():
         left = search.extra_cells - sum(p.contract == contract for p in spent)
+        # A cell in the gap that failed is among these: another one beside it would likely fail too.
         done = {p.work_units for p in closed - aside if p.contract == contract}
         kept = {p.work_units for p in aside if p.contract == contract}
         gaps: list[tuple[float, Problem]] = []
@@ -53,6 +57,8 @@ def crossovers(config: Config, records: Sequence[Record], run: Run) -> list[Prob
                 middle = math.sqrt(a.work_units * b.work_units)
                 problem = _nearest(config, contract, middle, a.work_units, b.work_units, kept)
                 gaps += [(loss, problem)] if problem else []
+        # The costliest crossovers first, and by problem where they are equal, so that a resumed
+        # sweep asks for the same.
         gaps.sort(key=lambda gap: (-gap[0], gap[1]))
         found += sorted(problem for _, problem in gaps[: max(left, 0)])
     return found
@@ -66,6 +72,7 @@ def _loss(rule: Rule, a: Timed, b: Timed, limit: float) -> float:
     worst = 0.0
     for cell, name in ((a, other), (b, mine)):
         judged = cell.judged(name) if mine != other else (0.0, "final")
+        # Not timed at the other's cell: it may lose anything there.
         loss = math.inf if judged is None else judged[0]
         if beyond(cell.best_us, loss, limit):
             worst = max(worst, loss)
@@ -90,6 +97,7 @@ def effort(config: Config, problem: Problem) -> Search:
         sorted(units),
     )[problem.work_units]
     rounds = workload.rounds(share, len(units), search.final_rounds)
+    # Never less time than the config says: fewer rounds end by themselves.
     longer = max(1.0, rounds / search.final_rounds)
     return msgspec.structs.replace(
         search, final_rounds=rounds, max_cell_seconds=min(longer * search.max_cell_seconds, 86400.0)
@@ -117,6 +125,8 @@ def held_out(config: Config, records: Sequence[Record]) -> list[Problem]:
             p.work_units for p in marked(records, "bisection") if p.contract == contract
         }
         for i in range(wanted):
+            # The middle of each of as many equal stretches of the logarithm, since neighbouring
+            # cells lie a factor apart.
             target = low * (high / low) ** ((i + 0.5) / wanted)
             problem = _nearest(config, contract, target, low, high, taken)
             if problem is not None:
@@ -183,6 +193,8 @@ def _nearest(
     cells have it.
     """
     possible = (
+        # Nearest by ratio. The rest breaks ties: most heads a request, as the docstring says, then
+        # the smallest batch.
         (abs(math.log(B * HV / target)), -HV, -H, B)
         for HV, H in _heads(config, contract)
         for B in range(low // HV + 1, -(-high // HV))

@@ -31,10 +31,9 @@ LEAST_LAYERS = 4
 MEMORY_SHARE = 0.4
 LARGEST_SHARE = 0.8
 # Between the slots of a pool, as where an engine keeps the convolution's state beside them: 17
-# cache lines, so that slots begin at no
-# multiple of a page.
+# cache lines, so that slots begin at no multiple of a page.
 SLOT_GAP_BYTES = 17 * 128
-# of each tensor that a producer writes, as torch's allocator gives it
+# Of each tensor that a producer writes, as torch's allocator gives it.
 ALIGNMENT = 256
 
 PRODUCED = ("q", "k", "v", "a", "b", "output")
@@ -47,6 +46,7 @@ def layer_bytes(problem: Problem) -> int:
     and what flows, with its copy.
     """
     c = problem.contract
+    # Twice: the kernels' states and the floor's own.
     states = 2 * (1 + (0 if c.intermediate == "none" else c.tokens))
     return states * sol.state_bytes(problem) + 2 * (
         sol.bytes_moved(problem) - sol.floor_bytes(problem)
@@ -67,7 +67,7 @@ def layers_of(problem: Problem, device: Device) -> int:
             f" {device.name}; expected a smaller batch, or another L2 policy"
         )
     fit = min(CHAIN_LAYERS[device.kind], int(MEMORY_SHARE * device.memory_bytes / each))
-    # whole fours, so that the steps of a ring, 2 or 4, are spread evenly over the layers
+    # Whole fours, so that the steps of a ring, 2 or 4, are spread evenly over the layers
     return max(LEAST_LAYERS, fit - fit % LEAST_LAYERS)
 
 
@@ -76,10 +76,10 @@ class Chain:
     k, v, a, b and output.
 
     produce(layer) writes these in one kernel, and, where `packed`, q, k and v in one tensor besides,
-    from a source that is the same for all layers;
-    the output too, which a model's allocator would have handed out again and which is otherwise
-    found in L2 only by a chain with the call. use(layer) reads the output and writes as much
-    elsewhere, as a gated norm does. All states begin with the same values.
+    from a source that is the same for all layers; the output too, which a model's allocator would
+    have handed out again and which is otherwise found in L2 only by a chain with the call.
+    use(layer) reads the output and writes as much elsewhere, as a gated norm does. All states begin
+    with the same values.
     """
 
     def __init__(self, problem: Problem, place: str, layers: int, packed: bool = False) -> None:
@@ -89,7 +89,7 @@ class Chain:
             make_case(problem, place, seed=layer, slot_stride_pad=gap) for layer in range(layers)
         ]
         first = made[0]
-        # what a floor, which writes none, leaves there is finite
+        # A floor writes no output; what it leaves there must pass as finite.
         first.output.zero_()
         flowing = {name: getattr(first, name) for name in PRODUCED}
         if packed:
@@ -115,6 +115,7 @@ class Chain:
             row.copy_(buffers[0])
             self.cases.append(dataclasses.replace(case, **views(row)))
             if case is not first:
+                # Equal states, so that one copy kept aside restores them all.
                 case.state.copy_(first.state)
         used = torch.empty_like(first.output)
         # An elementwise kernel, since torch's copy_ within a device is no kernel but a memcpy.
@@ -181,7 +182,7 @@ class CpuChainTimer(Chained, Timer):
     """The host's clock around the calls in the layers of a chain, a layer.
 
     Not a difference: on a CPU two runs of the same chain differ by more than what a call costs
-        those after it.
+    those after it.
     """
 
     def __init__(self, policy: Policy, weights: Call, note: str | None = None) -> None:

@@ -202,6 +202,8 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
         for part in self.each_part():
             for shards, problem in part.own_cells():
                 key = (problem.contract, problem.work_units)
+                # Equal work units are one entry of a table: the least sharded problem has the most
+                # heads a request.
                 if key not in least or shards < least[key][0]:
                     least[key] = (shards, problem)
         return tuple(least[key][1] for key in sorted(least))
@@ -233,6 +235,7 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
         kept = tuple(
             part for part in self.parts if any(fnmatch.fnmatchcase(part.name, p) for p in patterns)
         )
+        # Patterns name the folder of results, so only what a file name can hold is kept of them.
         labels = [re.sub("[^a-z0-9._-]", "", pattern).strip("._-") for pattern in patterns]
         return msgspec.structs.replace(
             self, name=".".join([self.name, *filter(None, labels)]), parts=kept
@@ -319,12 +322,13 @@ def _refused(
     others are worth trying with.
     """
     device = arch.detect("cpu") if kernel.device == "cpu" else arch.target("sm_90a")
-    # of each contract, the values of each knob
+    # Of each contract, the values of each knob.
     worth = [_worth_trying(kernel, contract, device) for contract in contracts]
     found = dict.fromkeys(x for values in worth for x in values.get(knob, ()))
     if any(same(x, value) for x in found):
         return None
-    # a kernel is not asked about another type, nor about less than nothing
+    # A kernel is not asked about another type, nor about less than nothing: its arithmetic would
+    # raise instead of refuse.
     if any(type(x) is type(value) for x in found) and (type(value) is not int or value > 0):
         for contract, values in zip(contracts, worth, strict=True):
             settings = itertools.product(*{**values, knob: [value]}.values()) if values else ()
@@ -338,6 +342,7 @@ def _worth_trying(kernel: Kernel, contract: Contract, device: arch.Device) -> di
     serve the contract.
     """
     try:
+        # A kernel with nothing to try still has its default rule's setting.
         settings = kernel.space(contract, device) or (kernel.default(contract, 1, device),)
     except ValueError:
         return {}
@@ -392,8 +397,11 @@ def parse(data: bytes | str, source: str = "<config>") -> Config:
     written = _parts_of(raw)
     for path, part in [("$", raw), *((f"$.parts[{i}]", part) for i, part in enumerate(written))]:
         _check_contracts(part, path, source)
+    # The contracts' own check comes first: of a field that the part gives, msgspec would only say
+    # that it is unknown.
     config: Config = strict.convert(raw, Config, source, ConfigError)
     if config.parts:
+        # From the raw text, not the struct: only what was written is inherited, no default.
         shared = {name: raw[name] for name in _INHERITED if name in raw}
         parts = tuple(msgspec.convert({**shared, **part}, Part) for part in written)
         config = Config(
@@ -402,6 +410,7 @@ def parse(data: bytes | str, source: str = "<config>") -> Config:
     for where, fault in _faults(config, written):
         raise ConfigError(f"{source}: {where}{fault}")
     config.check_kernels(kernels.KERNELS)
+    # After the kernels' names, which it looks up.
     config.check_knobs(kernels.KERNELS)
     return config
 
@@ -445,7 +454,8 @@ def _faults(config: Config, written: list[Any]) -> Iterator[tuple[str, str]]:
                 yield path, fault
             elif key in keys:
                 yield f"{path}.{key}{below}", fault
-            else:  # inherited, so the top is to blame, or not fit for this part
+            else:
+                # Inherited, so the top is to blame, or not fit for this part.
                 yield f"$.{key}{below}", f"{fault} (in {path}, {part.name})"
 
 
@@ -462,6 +472,7 @@ def _part_faults(part: Part) -> Iterator[tuple[str, str, str]]:
             ),
         )
         return
+    # Cells are made of sizes; their faults would only repeat these.
     sizes = list(_size_faults(part))
     yield from sizes or (
         ("", "", f": {fault}") for _, p in part.own_cells() if (fault := problem_fault(p))
@@ -548,7 +559,8 @@ def _plain(data: bytes | str, source: str) -> Any:
         raise ConfigError(
             f"{source}{_place(text, e.position)}: {e.reason}; expected printable text"
         ) from None
-    except (ValueError, OverflowError) as e:  # of what looks like a date or a number and is none
+    # What looks like a date or a number and is none.
+    except (ValueError, OverflowError) as e:
         raise ConfigError(
             f"{source}: a value that YAML cannot read: {e}; put it in quotes"
         ) from None

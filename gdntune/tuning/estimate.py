@@ -90,11 +90,12 @@ def _cell_s(
 ) -> float:
     search = cells.effort(config, problem)
     gb_s = device.peak_gb_s or min(_HOST_GB_S, _THREAD_GB_S * device.sm_count)
+    # Before each sample a buffer of twice the cache is read, see `timing.flush_bytes`.
     flushed = 0 if config.policy.l2 == "warm" else 2 * max(device.l2_bytes, 32 << 20)
     call = 1.3 * sol.bytes_moved(problem) / (gb_s * 1e9)
     sample = call + flushed / (gb_s * 1e9) + _SAMPLE_S[device.kind]
     tried = len(decode) + len(kernels.at(problem, device, floors))
-    # all take half of the screen's samples, the better third the rest
+    # All take half of the screen's samples, the better third the rest
     screened = tried * search.screen_rounds * 2 / 3
     leaders = 2 * min(search.keep, len(decode))
     spent = (screened + leaders * search.final_rounds) * sample

@@ -69,6 +69,7 @@ class Begun:
 
     def run(self, function: Callable[..., T], *args: Any, timeout: float) -> "T | Crashed":
         """See `Worker`."""
+        # A start may fail of what passes, such as memory that another process still holds.
         tries = START_TRIES
         while not (self._begun or self._closed):
             begun = self._call(self._begin, timeout=START_TIMEOUT_S)
@@ -107,7 +108,7 @@ class Child(Begun):
                     )
                 return task.result()
         except FutureTimeout:
-            # pebble replaces the process in both cases
+            # pebble replaces the process in both cases, and the new one has not begun.
             self._begun = False
             return Crashed("timeout", f"no answer within {timeout:.0f} s")
         except ProcessExpired as e:
@@ -116,7 +117,7 @@ class Child(Begun):
         except (GdntuneError, KeyboardInterrupt):
             raise
         except Exception as e:  # noqa: BLE001  whatever a variant brings about is its own failure, not the sweep's
-            # after an illegal access every later call of the process fails too
+            # After an illegal access every later call of the process fails too.
             self._restart()
             return Crashed("crashed", f"{type(e).__name__}: {str(e)[-500:]}")
 
@@ -133,7 +134,8 @@ class Child(Begun):
         with self._closing:
             self._closed = True
             if self._task is not None:
-                # a pool that was stopped never answers for what it was at
+                # A pool that was stopped never answers for what it was at, and whoever waits would
+                # wait for ever.
                 self._task.cancel()
             self._pool.stop()
             self._pool.join()
@@ -165,6 +167,8 @@ def share_out(
         try:
             while True:
                 free = [worker for worker in free if fit(worker)]
+                # Taken as late as can be: a job that is made now knows what took a process down
+                # before.
                 while free and (job := next(jobs, None)) is not None:
                     worker = free.pop(0)
                     running[threads.submit(job, worker)] = worker

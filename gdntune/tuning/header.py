@@ -37,11 +37,13 @@ def run_header(plan: Plan, policy: Policy, command: str) -> Run:
 
 def resolved(header: Run, policy: Policy, peaks: dict[str, float]) -> Run:
     """A header with the policy in force and the measured peaks."""
+    # A tenth of a GB/s: the digits beyond differ from run to run and say nothing.
     rounded = {name: round(value, 1) for name, value in peaks.items()}
     return msgspec.structs.replace(header, policy=_known(policy), peaks=rounded)
 
 
 def _known(policy: Policy) -> dict[str, str]:
+    # `auto` is not known yet: what is left out is compared with nothing.
     return {name: x for name, x in (("timer", policy.timer), ("l2", policy.l2)) if x != "auto"}
 
 

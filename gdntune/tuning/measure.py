@@ -113,6 +113,7 @@ def time_cell(
         timed with the leaders, in whole cycles. MeasurementError for times that cannot be true.
     """
     before = settled(session.gpu)
+    # Nothing is timed: the caller tries again, or gives the cell to another device.
     if throttled(before):
         return CellResult([], CellTiming("throttled", 0.0, before, before))
     began = time.perf_counter()
@@ -120,6 +121,7 @@ def time_cell(
 
     def lay_out() -> CellTensors:
         made = session.calls(problem, "decode", decode, packed=probe.packed(entries))
+        # The decode role first: under `chain` the floors are timed among its layers.
         floor_calls = session.calls(problem, "floor", floors).calls if floors else []
         bound = probe.bind(entries, made)
         cycles = [1] * (len(decode) + len(floors)) + bound.cycles
@@ -128,6 +130,7 @@ def time_cell(
     sets = [lay_out()]
     n, m = len(decode), len(decode) + len(floors)
     always = [i for i in range(n) if decode[i].id in always_final]
+    # A bench chooses nothing, so there is nothing to screen.
     screens = len(always) < n
     groups = [
         Group(range(n), search.keep, always, screens),
@@ -139,8 +142,10 @@ def time_cell(
     rounds, stop = _rounds(session, sets[0], leaders, search, began)
     finals = final(session, problem, sets, lay_out, leaders, rounds, search.placements)
     samples = dict(zip(leaders, finals, strict=True))
+    # Right after the last sample, before anything that lets the device idle.
     after = clocks(session.gpu)
     cycles = sets[-1].cycles
+    # After the timing: CUPTI's recorder must not run while a graph or an event timer does.
     launched = [session.launched(sets[-1].everything[m + i]) for i in range(len(entries))]
     what: list[tuple[Variant, Role]] = [
         *((v, "decode") for v in decode),
@@ -175,6 +180,7 @@ def _screened(
     for group in wanted:
         least = LEAST_KEPT if group is groups[0] else FLOOR_LEADERS
         count = max(least, group.keep, len(group.indices) // FIRST_LOOK_KEEPS)
+        # The worse two thirds are out after half the samples: a screen's time is mostly theirs.
         better += _best(screen, group.indices, count)
     look(better, search.screen_rounds - first, 0)
     return screen
@@ -192,6 +198,7 @@ def _best(
     samples: list[list[float]], among: Sequence[int], count: int, at_least: int = 0
 ) -> list[int]:
     """The `count` fastest by median, of those with enough samples."""
+    # A variant with half the samples may have been lucky; it leads only where all have half.
     enough = [i for i in among if len(samples[i]) >= at_least] or list(among)
     return sorted(enough, key=lambda i: (summary(samples[i]).median_us, i))[:count]
 
@@ -203,6 +210,7 @@ def _rounds(
     each set of tensors.
     """
     calls = [tensors.everything[i] for i in leaders]
+    # Untimed: peers' first calls compile, and would make a round look longer than it is.
     session.timer.measure(calls, 1)
     session.synchronize()
     look = time.perf_counter()
@@ -211,6 +219,7 @@ def _rounds(
     fit = int((search.max_cell_seconds - (time.perf_counter() - began)) / max(one_round, 1e-9))
     rounds, stop = search.final_rounds, f"{search.final_rounds} final rounds"
     if fit < rounds:
+        # Fewer than these decide nothing; then the cell takes longer than it was given.
         rounds = max(min(rounds, LEAST_ROUNDS), fit)
         stop = f"max_cell_seconds={search.max_cell_seconds:g}"
     cycle = math.lcm(*(tensors.cycles[i] for i in leaders))
@@ -236,17 +245,22 @@ def final(
     number.
     """
     found: list[list[float]] = [[] for _ in among]
+    # The screen has updated the states many times; final samples begin with states as they were
+    # made.
     sets[0].calls.restore()
     for place, count in enumerate(_shares(rounds, placements)):
         if place:
             needed = (len(sets) + 1) * 2 * sol.bytes_moved(problem)
             if session.chained is not None or needed > session.device.memory_bytes // 4:
+                # Freed first where two sets do not fit; the allocator may then give the same place
+                # again, which is the lesser evil.
                 sets.clear()
             sets.append(lay_out())
         everything = sets[-1].everything
         samples = session.timer.measure([everything[i] for i in among], count)
         for mine, more in zip(found, samples, strict=True):
             mine += more
+        # The callables hold the tensors: without this, sets that were cleared would live on.
         del everything
         session.synchronize()
         if not sets[-1].calls.finite():

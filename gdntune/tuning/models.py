@@ -99,6 +99,7 @@ def read_hf(path: Path) -> LinearAttention:
         ) from None
     if not isinstance(document, dict):
         raise ConfigError(f"{file}: expected a JSON object, as transformers writes it")
+    # The folder's name is the model's, as a checkout has it; the file's own is always the same.
     name = path.resolve().name if path.is_dir() else file.resolve().parent.name
     found = from_hf(document, str(file))
     return dataclasses.replace(found, name=_slug(name) or found.name)
@@ -116,6 +117,7 @@ def from_hf(document: Mapping[str, Any], source: str) -> LinearAttention:
     """
     text = document.get("text_config")
     if isinstance(text, dict):
+        # Vision models keep the language model's keys one level down.
         document = {**document, **text}
     kind = _slug(str(document.get("model_type") or "model")).replace("_", "-")
     layers = _layers(document)
@@ -126,7 +128,7 @@ def from_hf(document: Mapping[str, Any], source: str) -> LinearAttention:
     heads = _number(linear, "num_heads") or _number(document, "linear_num_heads")
     size = _number(linear, "head_dim") or _number(document, "linear_head_dim") or 128
     bound = linear.get("gate_lower_bound", document.get("linear_lower_bound"))
-    # Ling: KDA with the heads of its attention
+    # Ling: KDA with the heads of its attention.
     if kind.startswith("bailing"):
         heads = heads or _number(document, "num_attention_heads")
         bound = (
@@ -149,7 +151,7 @@ def _gdn_of(document: Mapping[str, Any], kind: str, layers: int) -> LinearAttent
     H = _number(document, "linear_num_key_heads") or everywhere
     HV = _number(document, "linear_num_value_heads") or everywhere
     if kind.startswith("olmo-hybrid"):
-        # their defaults, as the model's class has them
+        # Their defaults, as the model's class has them.
         K = _number(document, "linear_key_head_dim") or 3 * _number(document, "hidden_size") // (
             4 * max(H, 1)
         )

@@ -44,6 +44,7 @@ def noise(device: Device, timed: Iterable["TimedVariant"]) -> str:
 def _below(ours: Sequence[list[float]], floors: Sequence[list[float]]) -> str:
     if not ours or not floors:
         return ""
+    # Medians: one lucky sample of either is no ground to doubt a cell.
     best, floor = (min(summary(us).median_us for us in of) for of in (ours, floors))
     if best >= (1 - BELOW_FLOOR) * floor or floor - best <= CUPTI_STEP_US:
         return ""
@@ -53,6 +54,7 @@ def _below(ours: Sequence[list[float]], floors: Sequence[list[float]]) -> str:
 def _spread(ours: Sequence[list[float]]) -> str:
     if not ours:
         return ""
+    # Only the best's spread decides anything; a slow variant may be as noisy as it likes.
     best = min(map(summary, ours), key=lambda s: s.median_us)
     spread = best.q3_us - best.q1_us
     if spread <= max(SPREAD * best.median_us, STEPS * CUPTI_STEP_US):

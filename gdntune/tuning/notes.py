@@ -14,6 +14,7 @@ def failures(records: Sequence[Record]) -> list[str]:
     """One line for each kind of failure, with its count and first reason; what was done again
     counts as it ended last. Peers without times are rows of the report.
     """
+    # A peer that does not serve a contract is no failure of this run; its row says why.
     last = [r for r in latest(records) if not (isinstance(r, Trial) and r.role == "peer")]
     lines = []
     for kind, name in (

@@ -45,6 +45,7 @@ class Usable(msgspec.Struct, frozen=True):
 
     def checked(self, passed: Iterable[tuple[Contract, str]]) -> "Usable":
         """Without the decode variants that did not pass their check."""
+        # The floors are not checked: nothing of what they write is used.
         sound = self.sound & frozenset(passed)
         tried = {
             contract: tuple(v for v in variants if (contract, v.id) in sound)
@@ -136,6 +137,7 @@ class Plan:
             found.setdefault(spec.key, (spec, kernel.compiler))
 
         if self.device.kind == "cuda":
+            # First of all: the timing process needs it before any cell.
             add(*kernels.flush(), label="flush")
         for problem in self.problems:
             for variant in self.named(problem):
@@ -161,6 +163,7 @@ def sweep_plan(config: Config, device: Device, judged: Sequence[Table] = ()) -> 
             f"a table of {other.name} ({other.kind}) to be judged on {device.name}"
             f" ({device.kind}): expected a table of the same kind of device; leave it out"
         )
+    # For its refusals alone, before minutes of compiling.
     cells.listed_held_out(config)
     tried = {c: config.admitted(c, kernels.variants(c, device)) for c in config.all_contracts()}
     return Plan(
@@ -175,6 +178,7 @@ def bench_plan(
     rule's choice, the floors, and the entries of peers that serve it.
     """
     problems = config.all_problems()
+    # Through the runtime itself, so that a bench times what an engine would call.
     choices = {p: runtime.bind(p.contract).choice(p.work_units).variant for p in problems}
     return Plan(
         config,
@@ -195,6 +199,7 @@ def _origins(config: Config, runtime: "Runtime", peers: Mapping[str, "Peer"]) ->
         source = runtime.source(op)
         found[f"{TABLE}{op}"] = "none: the default rule"
         if source is not None:
+            # By contents: a table that was replaced under its name is another bench.
             sha = hashlib.sha256(source.path.read_bytes()).hexdigest()
             found[f"{TABLE}{op}"] = f"{source.path.name} sha256 {sha[:16]}"
     for peer in peers.values():

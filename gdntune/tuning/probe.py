@@ -18,7 +18,7 @@ from gdntune.tuning.session import Calls, Session
 
 REASON_LENGTH = 500
 
-# a peer and one of its entries
+# A peer and one of its entries.
 Named = tuple[str, str]
 
 
@@ -37,7 +37,6 @@ def probe(session: Session, problem: Problem, named: Named, ours: Sequence[Varia
     """Calls an entry once at a cell's own sizes and compares a few requests with the reference.
 
     ours: a variant of ours, for an entry that is called behind it.
-
     An exception that leaves the device usable is the entry's failure; one that does not passes
     through, and ends this process.
     """
@@ -51,9 +50,10 @@ def probe(session: Session, problem: Problem, named: Named, ours: Sequence[Varia
     try:
         verdict = _checked(session, problem, named, ours)
     except Exception as e:  # noqa: BLE001  whatever a peer raises is its own failure
-        # raises again where the device is lost
+        # Raises again where the device is lost.
         session.synchronize()
         return ended("failed", f"{type(e).__name__}: {' '.join(str(e).split())}")
+    # JSON has no infinity; that the check failed says as much.
     finite = verdict.error if verdict.error < float("inf") else None
     if verdict.ok:
         return ended("ok", "", finite)
@@ -66,6 +66,7 @@ def _checked(session: Session, problem: Problem, named: Named, ours: Sequence[Va
     case: Case = calls.case
     expected = Expected(case, entry.tolerance)
     bound = entry.bind(case)
+    # What an entry leaves unwritten must not pass for what was there before.
     case.output.fill_(float("nan"))
     for call in calls.calls:
         call(0)
@@ -73,6 +74,7 @@ def _checked(session: Session, problem: Problem, named: Named, ours: Sequence[Va
     session.synchronize()
     verdict = expected.judge(case, bound, returned)
     c = problem.contract
+    # An update in place would not show in the outputs, which are compared.
     if c.mode == "frozen" and c.intermediate != "slots" and not bool(case.state.equal(calls.kept)):
         raise CheckFailed("the state is frozen in this contract, and the call wrote to it")
     return verdict

@@ -2,7 +2,7 @@
 or hangs. Knows no tasks.
 
 Ray places them: it gives each actor a device, on this host or another. What was compiled here goes
-    with them.
+with them.
 """
 
 import socket
@@ -28,11 +28,13 @@ class _Actor:
     def __init__(self, start: Any, files: Mapping[str, bytes]):
         root = Path(start.root)
         if not all((root / name).is_file() for name in files):
-            # another host, without the first one's files: they go into its own store
+            # Another host, without the first one's files: they go into its own store.
             root = default_root()
             for name, data in files.items():
                 if not (root / name).is_file():
                     atomic_write(root / name, data)
+        # Another host may have a bundle in the same place, as an image gives it; where it has none
+        # its store serves.
         bundles = tuple(b for b in start.bundles if Path(b).is_dir())
         self._start = msgspec.structs.replace(start, root=str(root), bundles=bundles)
 
@@ -82,6 +84,7 @@ class RayWorker(Begun):
     def _end(self) -> None:
         import ray
 
+        # At exit Ray may have gone before its workers are closed.
         if ray.is_initialized():
             ray.kill(self._actor)
 
@@ -103,8 +106,10 @@ class RayWorker(Begun):
             crashed = Crashed("crashed", f"the process died ({' '.join(str(e).split())[:300]})")
         except ray.exceptions.RayTaskError as e:
             if isinstance(e.cause, GdntuneError):
+                # What gdntune itself raises, as a local worker does; Ray's wrapping says nothing
+                # more.
                 raise e.cause from None
-            # after an illegal access every later call of the process fails too
+            # After an illegal access every later call of the process fails too.
             self._end()
             crashed = Crashed("crashed", f"{type(e.cause).__name__}: {str(e.cause)[-500:]}")
         self._restart()
@@ -134,6 +139,7 @@ def ray_workers(
             "Ray is not installed: pip install 'gdntune[ray]', or use --executor local"
         ) from None
     if not ray.is_initialized():
+        # Joins a cluster that RAY_ADDRESS names, or starts one on this host.
         ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
     needs = _needs(start.device.kind)
     if not needs:
@@ -141,7 +147,7 @@ def ray_workers(
             f"Ray's cluster has no free {start.device.kind} device: expected one whose nodes"
             " were started with some; see `ray status`"
         )
-    # put once, and fetched by the hosts that lack the files
+    # Put once, and fetched by the hosts that lack the files.
     files = ray.put(_files(store, keys))
     start = msgspec.structs.replace(start, index=0)
     with ExitStack() as begun:
@@ -150,6 +156,7 @@ def ray_workers(
             worker = RayWorker(start, files, one, begin)
             begun.callback(worker.close)
             workers.append(worker)
+        # All were placed: from here on the caller closes them.
         begun.pop_all()
         return workers
 
@@ -179,7 +186,7 @@ def _files(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
     """
     found = {}
     for key in keys:
-        # in this order: what has a manifest is whole
+        # In this order: what has a manifest is whole.
         for path in (store.object_file(key), store.folder(key) / "manifest.json"):
             if path.is_file():
                 found[path.relative_to(store.root).as_posix()] = path.read_bytes()

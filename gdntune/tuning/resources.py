@@ -67,6 +67,8 @@ def resources(configs: Iterable[Config], device: Device, built: Iterable[Built])
                 kernel = kernels.get(variant.kernel)
                 spec = object_spec(kernel, contract, variant, device)
                 if spec.key in found:
+                    # One object serves several token counts, or contracts that differ in what no
+                    # code depends on.
                     known = found[spec.key]
                     tokens = tuple(sorted({*known.tokens, contract.tokens}))
                     found[spec.key] = known._replace(tokens=tokens)

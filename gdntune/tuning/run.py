@@ -88,8 +88,8 @@ def run(plan: Plan, folder: Path, means: Means) -> Outcome:
     """
     header = run_header(plan, means.policy, means.command)
     with ExitStack() as stack:
-        # a place that cannot be had is refused before anything is compiled; the journal is begun
-        # after that, since the timing process needs the flush kernel to say what policy it can keep
+        # A place that cannot be had is refused before anything is compiled; the journal is begun
+        # after that, since the timing process needs the flush kernel to say what policy it can keep.
         journal = stack.enter_context(Journal.claim(folder, header))
         stack.callback(means.progress.stop)
         built = _compile(plan, means, journal)
@@ -114,7 +114,7 @@ def run(plan: Plan, folder: Path, means: Means) -> Outcome:
 
 def _compile(plan: Plan, means: Means, journal: Journal) -> dict[str, Built]:
     def done(_: Built) -> None:
-        # minutes of compiling are for nothing where the folder is gone
+        # Minutes of compiling are for nothing where the folder is gone.
         journal.require_place()
         means.progress.step()
 
@@ -132,13 +132,15 @@ class _Run:
         self.plan, self.journal, self.team, self.progress = plan, journal, team, progress
         self.notes: list[str] = []
         self.throttling = Throttling()
-        # of an earlier run of this sweep, whose times cannot be believed: they are taken once more
+        # Of an earlier run of this sweep, whose times cannot be believed: they are taken once more.
         self.noisy = {cell.problem for cell in noisy(journal.records)}
 
     # -- what compiled
 
     def record_builds(self, built: Mapping[str, Built]) -> Usable:
         """Journals the builds that are news, and gives what compiled and does not spill."""
+        # An object is journalled again only where its outcome changed: a resumed sweep repeats no
+        # line.
         known = {r.object_key: r.reason for r in self.journal.records if isinstance(r, Build)}
         fresh = [_build_record(b) for b in built.values()]
         self.journal.extend(r for r in fresh if known.get(r.object_key) != r.reason)
@@ -166,8 +168,8 @@ class _Run:
             for c in self.plan.tried
         }
         self.progress.start("check", sum(map(len, todo.values())))
-        # a contract is a job, or, since its reference takes longer than a variant, one for each
-        # worker where there are few
+        # A contract is a job, since its reference takes longer than a variant; or several, where there
+        # are fewer contracts than workers.
         parts = max(1, -(-len(self.team.workers) // max(1, sum(map(bool, todo.values())))))
         jobs = (
             partial(attempts.check, contract=contract, variants=part)
@@ -193,7 +195,7 @@ class _Run:
         self.notes += notes.untimed(plan, usable, journal.records)
         self.notes += notes.untried(plan)
         usable = self._cells("time", plan.problems, msgspec.UNSET, chosen_by(plan.judged), usable)
-        # those that failed when this journal was last written to; `crossovers` names none twice
+        # Those that failed when this journal was last written to; `crossovers` names none twice.
         again = marked(journal.records, "bisection")
         usable = self._cells("bisect", again, "bisection", _nothing, usable)
         while more := cells.crossovers(plan.config, journal.records, journal.run):
@@ -221,19 +223,21 @@ class _Run:
         """Times those cells that have no times, or had noisy ones when this journal was last
         written to. judged: what is timed to the end, beside what is named there and the leaders.
         """
+        # Once a run: cells that stay noisy would be timed again at every resumption of the same
+        # run.
         done = timed(self.journal.records) - self.noisy
         self.noisy -= set(problems)
         todo = [p for p in problems if p not in done]
         if self.team.several:
-            # the longest first, so that no worker is left with one while the others are done
+            # The longest first, so that no worker is left with one while the others are done.
             todo.sort(key=sol.bytes_moved, reverse=True)
 
         def jobs(todo: Sequence[Problem]) -> Iterator[Callable[[Worker], list[Record]]]:
-            # made when a worker is free: what took a process down before is left out
+            # Made when a worker is free: what took a process down before is left out.
             for problem in todo:
                 yield self._job(problem, purpose, judged(problem), usable)
 
-        # what failed before last: a device that it throttles gets to the others
+        # What failed before comes last: a device that it throttles gets to the others first.
         todo.sort(key=tried(self.journal.records).__contains__)
         while todo:
             out, hot = self._out(), list[Cell]()
@@ -249,7 +253,7 @@ class _Run:
             self.progress.end()
             if len(self._out()) == len(self.team.workers):
                 raise cannot_hold_its_clocks(self.journal.records)
-            # what a device had that is left out from now on goes to the others
+            # What a device had that is left out from now on goes to the others.
             todo = [r.problem for r in hot if r.timed_on in self._out() - out]
         return usable
 
@@ -281,7 +285,7 @@ class _Run:
             device=plan.device,
         )
         reason = "" if variants else "no variant compiled and passed its check"
-        # 0: a system that does not say
+        # 0: a system that does not say. Refused here, since running out of memory takes a process.
         if 0 < plan.device.memory_bytes < (states := sol.state_bytes(problem)):
             reason = (
                 f"its states take {states / 2**30:.1f} GiB of the device's"
@@ -308,7 +312,7 @@ class _Run:
         except (JournalError, MeasurementError) as e:
             self.notes.append(str(e))
             return Outcome(None, header, records, self.notes)
-        # a folder that is gone must not come back with a table alone
+        # A folder that is gone must not come back with a table alone.
         self.journal.require_place()
         save(table, folder / "table.json")
         return Outcome(table, header, records, self.notes)

@@ -54,7 +54,7 @@ class Calls(NamedTuple):
         """Whether the outputs of the last call, and the states, are numbers."""
         import torch
 
-        # a sum, since isfinite() of a state needs as much memory again
+        # A sum, since isfinite() of a state needs as much memory again
         sums = [state.sum(dtype=torch.float32) for state in self._each("state")]
         return all(bool(x.isfinite().all()) for x in (*sums, *self._each("output")))
 
@@ -104,7 +104,7 @@ class Session:
             view = views.get(buffer.data_ptr())
             if view is None:
                 rows = buffer.view(torch.float32).view(-1, variant.knobs["tile"])
-                # it takes all rows in order: of the slots only their number is looked at
+                # It takes all rows in order: of the slots only their number is looked at.
                 view = views[buffer.data_ptr()] = rows, buffer.view(torch.int32)[: len(rows)]
             function(*view, None, 1.0, sink)
 
@@ -136,6 +136,7 @@ class Session:
         """
         checker = self._checkers.get(contract)
         if checker is None:
+            # One contract's truths at a time: in fp64 they are many times the cell's own tensors.
             self._checkers.clear()
             checker = self._checkers[contract] = Checker(contract, self.place)
         verdict = checker.check(self.function(contract, variant))
@@ -176,6 +177,7 @@ class Session:
         elif self.timer.policy.l2 == "rotate":
             turns = self._turns(problem)
         cases = [] if role == "floor" else self._cases(problem, turns, packed)
+        # Under `chain` all layers begin with the same values, and under `rotate` they are one pool.
         kept = cases[0].state.clone() if cases else None
         arguments = [c.arguments() for c in cases] or _floor_arguments(problem, turns, self.place)
         functions = [self.function(problem.contract, v) for v in variants]
@@ -209,6 +211,7 @@ class Session:
                 " by initial_state_indices; expected a contract with pool=True and no"
                 " ssm_state_indices, or another L2 policy"
             )
+        # Four times L2 in all, as the buffer of `cold-dirty`.
         least = -(-4 * self.device.l2_bytes // sol.state_bytes(problem))
         return min(TURNS, max(2, 1 << (least - 1).bit_length()))
 
@@ -219,6 +222,7 @@ class Session:
 
     def peaks(self) -> dict[str, float]:
         """The DRAM's bandwidth by source, GB/s."""
+        # A throttled clock would give a peak that is too low.
         settled(self.gpu)
         return measured_peaks(self.device, self.index)
 
@@ -229,6 +233,7 @@ def _rotated(case: Any) -> list[Any]:
     """
     import torch
 
+    # Shuffled over the whole pool: slots in order would be read as one stream.
     order = torch.randperm(case.state.shape[0], device=case.state.device, dtype=torch.int32)
     indices = [index.clone() for index in order.split(case.problem.B)]
     return [
@@ -248,7 +253,7 @@ def _floor_arguments(problem: Problem, turns: int, place: str) -> list[tuple[Any
     whole = msgspec.structs.replace(problem, B=problem.B * turns)
     state, slots, buffer, factor, sink = floor_case(whole, sol.floor_form(problem.contract), place)
     buffers = [None] * turns if buffer is None else buffer.split(problem.B)
-    # a turn's slots are those of its own part of the states, shuffled
+    # A turn's slots are those of its own part of the states, shuffled
     named = [slots[slots // problem.B == turn] % problem.B for turn in range(turns)]
     return [
         (part, *x, factor, sink)

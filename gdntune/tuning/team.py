@@ -36,6 +36,7 @@ class Team:
         first, others = self.workers[0], self.workers[1:]
         policy, note, peaks = asked(first, worker.resolve_task, measure)
         if others or self._executor != "local":
+            # Ray's one worker may be on another host than the plan, so it is compared too.
             here = {**identity(self._device), **_named(policy)}
             there = executors.on_each(self.workers, identified)
             for one, theirs in zip(self.workers, there, strict=True):

@@ -45,6 +45,8 @@ def current(start: Start) -> Session:
     """
     if not _SESSION:
         if start.device.kind == "cpu":
+            # On a GPU what leaks is the device's memory, and CUDA itself maps far more than it
+            # uses.
             limit_memory()
         store = Store(Path(start.root), [Path(b) for b in start.bundles])
         _SESSION.append(Session(start.device, start.index, store, start.policy))
@@ -72,6 +74,7 @@ def check_task(
 ) -> list[tuple[bool, str, float | None, float]]:
     """Checks variants one after the other: ok, worst coordinate, error, seconds."""
     session = current(start)
+    # All at once: they are linked into one library, where each alone would be linked by itself.
     session.load(contract, variants)
     results = []
     for v in variants:
