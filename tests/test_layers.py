@@ -11,7 +11,7 @@ import structure
 # Heavy or special packages, and the only modules that may import them, inside functions included.
 ONLY_IN = {
     "cutlass": ("kernels/*.py", "objects/worker.py"),
-    "tvm_ffi": ("objects/store.py", "kernels/cpu_object.py"),
+    "tvm_ffi": ("objects/store.py", "kernels/cpu_object.py", "runtime/headers.py"),
     "pandas": ("report/*.py", "results/baseline.py", "results/frame.py"),
     "typer": ("cli/*.py",),
     "rich": ("cli/*.py", "report/terminal.py", "report/report.py"),

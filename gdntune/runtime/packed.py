@@ -1,6 +1,5 @@
 """Calls whose q, k and v lie in one packed tensor: they become views, and the call is any other."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +9,10 @@ from gdntune.errors import UnsupportedProblem
 from gdntune.runtime import arguments, call
 from gdntune.runtime.contracts import Settings, Tensors
 from gdntune.runtime.guard import pattern
+from gdntune.runtime.headers import header
 from gdntune.runtime.memory import view
-from gdntune.runtime.records import Records
+from gdntune.runtime.parts import MAX_REQUESTS
+from gdntune.runtime.records import Found, Records
 
 _CALLS = Records()
 _modes = torch._C._len_torch_dispatch_stack
@@ -41,8 +42,55 @@ def run(given: tuple[Any, ...], settings: tuple[Any, ...], *, route: bool = True
         if record is None:
             return _first(key, Packed._make(given), settings, route)
         _, _, _, adapt, function, numbers, contract = record
-    assert adapt is not None
-    tensors = adapt(given)
+    assert isinstance(adapt, Unpack)
+    if adapt.aims:
+        return _aimed(given, adapt, function, numbers, contract)
+    return _viewed(given, adapt, function, numbers, contract)
+
+
+def _aimed(
+    given: tuple[Any, ...], unpack: "Unpack", function: Any, numbers: Any, contract: Any
+) -> Tensor:
+    """A call by headers: none of its views is made."""
+    mixed, a, b, state, A_log, dt_bias, index, output = given
+    if output is None:
+        output = mixed.new_empty(unpack.shape)
+    # Each call that is under way has headers of its own: the compiled function runs without the
+    # interpreter's lock.
+    try:
+        headers = unpack.idle.pop()
+    except IndexError:
+        made = unpack.headers(mixed, a, b)
+        assert made is not None  # once they could be made
+        headers = made
+    q, dl_q, k, dl_k, v, dl_v, gate, dl_a, beta, dl_b, _ = headers
+    at = mixed.data_ptr()
+    dl_q.data, dl_k.data, dl_v.data = at, at + unpack.k_bytes, at + unpack.v_bytes
+    dl_a.data, dl_b.data = a.data_ptr(), b.data_ptr()
+    try:
+        function(
+            state, q, k, v, gate, beta, A_log, dt_bias, index, index, None, None, None, None,
+            output, *numbers,
+        )  # fmt: skip
+    except (TypeError, ValueError):
+        # It refuses before it writes: as views the call says which argument, or it is a function
+        # that takes no headers.
+        given = (*given[:-1], output)
+        returned = _viewed(given, unpack, function, numbers, contract)
+        unpack.aims = False
+        return returned
+    except RuntimeError as e:
+        values = (*unpack(given), *numbers)
+        raise arguments.refusal(contract, values, e) from e
+    unpack.idle.append(headers)
+    return output
+
+
+def _viewed(
+    given: tuple[Any, ...], unpack: "Unpack", function: Any, numbers: Any, contract: Any
+) -> Tensor:
+    """A call by views."""
+    tensors = unpack(given)
     try:
         function(*(tensors + numbers))
     except (TypeError, ValueError, RuntimeError) as e:
@@ -77,36 +125,67 @@ def _first(key: Any, p: Packed, settings: tuple[Any, ...], route: bool) -> Tenso
             i: pattern(x, sizes=True, strides=i < Packed._fields.index("state"))
             for i, x in enumerate(p)
         }
-        unpack = _unpacker(t, p.mixed_qkv.storage_offset(), output.shape, found.adapt)
+        unpack = Unpack(p, t, output.shape, found)
         _CALLS.keep(key, tuple(p), patterns, settings, True, found._replace(adapt=unpack))
     return output
 
 
-def _unpacker(
-    t: Tensors, start: int, shape: Any, adapt: Callable[[Any], Any] | None
-) -> Callable[[Any], Any]:
-    """What makes a packed call's tensors those of any call, by sizes and strides that are known.
+class Unpack:
+    """Makes a packed call's tensors those of any call, by sizes and strides that are known.
 
-    start: where mixed_qkv begins in its storage; shape: the output's; adapt: what else is done.
+    aims: whether headers do instead of views; idle: those that no call uses now. k_bytes, v_bytes:
+    where k and v begin behind q. shape: the output's.
     """
-    qk, row, at_k = tuple(t.q.shape), t.q.stride(), t.k.storage_offset() - start
-    vs, v_row, at_v = tuple(t.v.shape), t.v.stride(), t.v.storage_offset() - start
-    gate, a_row, b_row = tuple(t.a.shape), t.a.stride(), t.b.stride()
-    nothing = (None, None, None, None)
 
-    def unpack(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __init__(self, p: Packed, t: Tensors, shape: Any, found: Found):
+        start = p.mixed_qkv.storage_offset()
+        self.shape = shape
+        self._adapt = found.adapt
+        self._qk, self._row = tuple(t.q.shape), t.q.stride()
+        self._v, self._v_row = tuple(t.v.shape), t.v.stride()
+        self._gate, self._a_row, self._b_row = tuple(t.a.shape), t.a.stride(), t.b.stride()
+        self._at_k, self._at_v = (x.storage_offset() - start for x in (t.k, t.v))
+        self.k_bytes, self.v_bytes = (n * t.q.element_size() for n in (self._at_k, self._at_v))
+        self.idle: list[tuple[Any, ...]] = []
+        # what is adapted, or called in parts, is changed as torch's tensors are
+        headers = None
+        if found.adapt is None and t.q.shape[0] <= MAX_REQUESTS:
+            headers = self.headers(p.mixed_qkv, p.a, p.b)
+        self.aims = headers is not None
+        if headers is not None:
+            self.idle.append(headers)
+
+    def headers(self, mixed: Tensor, a: Tensor, b: Tensor) -> tuple[Any, ...] | None:
+        """Headers of q, k, v, gate and beta, each a tensor and where it is aimed; then what they
+        need kept.
+        """
+        made = [
+            header(x, shape, strides)
+            for x, shape, strides in (
+                (mixed, self._qk, self._row),
+                (mixed, self._qk, self._row),
+                (mixed, self._v, self._v_row),
+                (a, self._gate, self._a_row),
+                (b, self._gate, self._b_row),
+            )
+        ]
+        if None in made:
+            return None
+        aimed = [x for h in made if h for x in (h.tensor, h.dl)]
+        return (*aimed, [h.kept for h in made if h])
+
+    def __call__(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The tensors of any call, as views."""
         mixed, a, b, state, A_log, dt_bias, index, output = given
         if output is None:
-            output = mixed.new_empty(shape)
-        return (
-            state, view(mixed, qk, row, 0), view(mixed, qk, row, at_k),
-            view(mixed, vs, v_row, at_v), view(a, gate, a_row, 0), view(b, gate, b_row, 0),
-            A_log, dt_bias, index, index, *nothing, output,
+            output = mixed.new_empty(self.shape)
+        tensors = (
+            state, view(mixed, self._qk, self._row, 0), view(mixed, self._qk, self._row, self._at_k),
+            view(mixed, self._v, self._v_row, self._at_v), view(a, self._gate, self._a_row, 0),
+            view(b, self._gate, self._b_row, 0), A_log, dt_bias, index, index, None, None, None,
+            None, output,
         )  # fmt: skip
-
-    if adapt is None:
-        return unpack
-    return lambda given: adapt(unpack(given))
+        return tensors if self._adapt is None else self._adapt(tensors)
 
 
 def views(

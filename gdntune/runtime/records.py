@@ -100,6 +100,7 @@ class Records:
         with LOCK:
             if len(self._by_key) >= MOST_KEYS:
                 self._by_key.clear()
+            self.recent = record
             self._by_key[key] = (record, *self._by_key.get(key, ())[: MOST_RECORDS - 1])
 
 
