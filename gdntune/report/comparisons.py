@@ -66,11 +66,11 @@ def _grid(cells: Sequence[Compared]) -> Grid:
 
 
 def diff_document(found: Differences, title: str) -> Document:
-    """Where two tables choose otherwise, and what else they differ in."""
+    """Where the choices of two tables differ, and what else does."""
     n = len(found.choices)
     contracts = len({d.contract for d in found.choices})
     text = (
-        f"{n} spans of work units in {contracts} contracts are served otherwise."
+        f"{n} spans of work units in {contracts} contracts have different choices."
         if n
         else "The choices are equal."
     )

@@ -173,7 +173,7 @@ def _summary(
 
 def _choice_words(source: LoadedRun) -> str:
     """What a cell has: of a sweep the variant that it chose, of a bench a time of what the runtime
-    called, and whose word that was.
+    called, and the source of that choice.
     """
     if made_by(source.run) == "sweep":
         return "a tuned variant"

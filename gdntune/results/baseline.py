@@ -48,15 +48,18 @@ def add_baseline(
         return made, found
     key, theirs = ["run", *CELL], frame[(frame["status"] == "ok") & frame["median_us"].notna()]
     if name in runs:
+        # Across runs: another run has its own cells, so the run is no part of the key.
         key, theirs = CELL, theirs[(theirs["run"] == name) & theirs["chosen"]]
     elif f"{PEER}{name}" in set(frame["kernel"]):
         theirs = theirs[theirs["kernel"] == f"{PEER}{name}"]
     else:
         theirs = theirs[theirs["variant"].isin([name, f"{PEER}{name}"])]
+    # The best of a peer's entries, as someone who uses that library would call.
     best = theirs.groupby(key, sort=False)["median_us"].min()
     cells = list(frame[key].itertuples(index=False, name=None))
     times = best.to_dict()
     made["baseline_us"] = [float(times.get(cell, float("nan"))) for cell in cells]
+    # A floor computes nothing, and a partner does more than the contract asks.
     comparable = ~frame["role"].isin(["floor", "partner"]) & (frame["status"] == "ok")
     made["speedup_over_baseline"] = (
         (made["baseline_us"] / frame["median_us"]).where(comparable).round(4)

@@ -61,6 +61,7 @@ def resampled_ratios(a: Sequence[float], b: Sequence[float], seed: str) -> "np.n
     others = (
         means if list(a) == list(b) else _resampled_means(np.asarray(b, dtype=float), chance)
     )
+    # Samples of 0 us on a CPU's coarse clock: a resampling of these alone has no ratio.
     return others[means > 0] / means[means > 0]
 
 
@@ -81,7 +82,6 @@ def _resampled_means(samples: Any, chance: "np.random.Generator") -> Any:
 
 def _bounds(values: Any) -> tuple[float, float]:
     import numpy as np
-
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(values, [tail, 100 - tail])
     return float(low), float(high)
@@ -93,6 +93,8 @@ def verdict(a_us: float, interval: RatioInterval) -> Verdict:
 
     The tie is `timing.tie`'s: within the larger of 1% of the lesser mean and 32 ns.
     """
+    # As in `timing.tie`, where a difference of just one step is a tie whatever binary fractions
+    # say.
     slack = 1e-9
     upper = 1 + max(TIE_SHARE, CUPTI_STEP_US / a_us) + slack
     lower = min(1 / (1 + TIE_SHARE), 1 - CUPTI_STEP_US / a_us) - slack

@@ -17,7 +17,6 @@ from gdntune.results.derive import Final, Timed, by_work_units, derive, timed_ce
 from gdntune.errors import JournalError, UnknownName, UnsupportedProblem, listed
 from gdntune.results.journal import Run
 from gdntune.problem import Contract
-
 CHOSEN = "chosen"
 # So many variants at most does a refusal list.
 LISTED = 20
@@ -122,6 +121,7 @@ class _Side(NamedTuple):
             for c, timed in by_work_units(timed_cells(records)).items()
             for cell in timed
         }
+        # Derived anew, not read: a table beside the journal may be of another.
         rules = {rule.when: rule for rule in derive(records, run).rules}
         return cls(run, cells, {(c, w): rules[c].at(w).variant for c, w in cells if c in rules})
 
@@ -138,6 +138,7 @@ def _compared(key: tuple[Contract, int], mine: _Side, theirs: _Side, variant: st
     said: Verdict = "UNCLEAR"
     first, second = finals
     if not reason and first is not None and second is not None:
+        # The cell is the seed, so that the same comparison says the same every time.
         interval = ratio_of_means(first.samples, second.samples, f"{contract.key()}.{work_units}")
         said = verdict(first.stats.mean_us, interval)
     ratio, low, high = (None, None, None) if interval is None else (round(x, 5) for x in interval)

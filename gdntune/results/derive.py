@@ -75,6 +75,7 @@ def derive(
     rules: list[Rule] = []
     variants: dict[str, Variant] = {}
     for contract, cells in sorted(by_contract.items()):
+        # Within a contract: which variants are simple depends on what its kernel offers there.
         rank = _ranks(cells)
         kept = [
             default and _kept_default(cell, default(contract, cell.work_units)) for cell in cells
@@ -92,6 +93,8 @@ def derive(
         device=run.device,
         software=run.software,
         kernels={
+            # A kernel that the header lacks gets an empty fingerprint, which no installed code has:
+            # `stale` warns of it.
             name: run.kernels.get(name, "")
             for name in sorted({v.kernel for v in variants.values()})
         },
@@ -170,7 +173,7 @@ def choose(
                     cost.intervals + (name != here),
                     cost.variants + (name != here and name not in used),
                     cost.replaced + (here_kept is not None and name != here_kept),
-                    # whole numbers, so that equal sums are equal
+                    # Whole numbers, so that equal sums are equal.
                     cost.regret + round(loss * 1e9),
                     (*cost.ranks, rank[name]),
                 )
@@ -188,6 +191,8 @@ def choose(
             ]
             # A share for each variant, so that the number of intervals stays exact whatever is left
             # out.
+            # By cost and then by names, so that equal costs are cut off in the same way on every
+            # machine.
             ends_here.sort(key=lambda key: (following[key], sorted(key[1])))
             states |= {key: following[key] for key in ends_here[: max(1, _BEAM // len(cell))]}
     return [names[number] for number in min(states.values()).ranks]
@@ -312,6 +317,7 @@ def by_work_units(cells: Iterable[Timed]) -> dict[Contract, list[Timed]]:
     a request.
     """
     found: dict[Contract, dict[int, Timed]] = {}
+    # Later ones replace earlier ones, so the most heads a request come last.
     for cell in sorted(cells, key=lambda c: (c.problem.HV, c.problem.H)):
         found.setdefault(cell.problem.contract, {})[cell.work_units] = cell
     return {contract: [best[w] for w in sorted(best)] for contract, best in found.items()}
@@ -328,10 +334,13 @@ def passes(records: Iterable[Record], failed: bool = False) -> dict[Problem, lis
     ok: set[Problem] = set()
     for record in records:
         if isinstance(record, Trial):
+            # Trials without a Cell behind them are of a pass that a kill cut off, or of a journal
+            # in the making.
             is_open.setdefault(record.problem, []).append(record)
         elif isinstance(record, Cell):
             trials = is_open.pop(record.problem, [])
             closed.setdefault(record.problem, [])
+            # A failed pass does not void an earlier one that went well.
             if trials and (record.status == "ok" or (failed and record.problem not in ok)):
                 closed[record.problem] = trials
             if record.status == "ok":
@@ -340,7 +349,7 @@ def passes(records: Iterable[Record], failed: bool = False) -> dict[Problem, lis
 
 
 def _checked(records: Iterable[Record]) -> dict[Contract, frozenset[str]]:
-    """The variants of each contract that are proved right, and that no trial of it crashed."""
+    """The variants of each contract that passed their checks, and that no trial of it crashed."""
     passed: dict[Contract, set[str]] = {}
     wrong: dict[Contract, set[str]] = {}
     for record in records:
@@ -393,6 +402,8 @@ def _timed(problem: Problem, trials: Iterable[Trial], checked: Collection[str]) 
             for (role, stage, _), t in usable.items()
             if (role, stage) == ("floor", wanted)
         ]
+        # A floor's final samples where there are any; with one floor alone there was nothing to
+        # screen.
         floor = floor or min(found, key=lambda s: s.median_us, default=None)
     known = {
         name: t.variant
@@ -409,6 +420,7 @@ def _ranks(cells: Iterable[Timed]) -> dict[str, int]:
     early: dict[str, int] = {}
     for cell in cells:
         for position, name in enumerate(cell.order):
+            # A variant that a later cell lacks, since it crashed, keeps its place.
             early[name] = min(position, early.get(name, position))
     return {name: i for i, name in enumerate(sorted(early, key=lambda name: (early[name], name)))}
 
@@ -476,8 +488,10 @@ def _full_wave(a: int, b: int, device: Device) -> int:
     times step. The largest share that has a multiple there counts, since its multiples are those of
     the smaller ones too; of several multiples the nearest to the geometric mean.
     """
+    # Geometric: neighbouring cells lie a factor apart, and a loss is a ratio too.
     middle = math.isqrt(a * b)
     for parts in (1, 2, 4, 8) if device.kind == "cuda" else ():
+        # Its neighbours too: the nearest multiple of a share may lie outside of the two cells.
         nearest = middle * parts // device.sm_count
         full = [m * device.sm_count // parts for m in range(nearest - 1, nearest + 3)]
         between = [units for units in full if a <= units < b]
@@ -527,7 +541,7 @@ def _failures(records: Sequence[Record]) -> dict[str, int]:
     found = {
         kind.__name__.lower(): counts[kind.__name__.lower()] for kind in (Build, Check, Trial, Cell)
     }
-    # cells with times that cannot be believed; absent where there are none, as in older tables
+    # Cells with times that cannot be believed; absent where there are none, as in older tables.
     if marks := len(noisy(records)):
         found["noisy"] = marks
     return found

@@ -97,6 +97,8 @@ class Model:
             l2 = run.policy.get("l2", "cold-clean")
             for line in (*_ours(records, l2, floors), *_theirs(records, l2, peers)):
                 key = (line.who, line.contract, line.l2)
+                # Of two journals with the same contract the one with more cells: fewer gaps to draw
+                # lines across.
                 if key not in found or len(line.times) > len(found[key].times):
                     found[key] = line
         self.lines, self._floors = found, floors
@@ -164,6 +166,7 @@ def _ours(records: Sequence[Record], l2: str, floors: dict[_Form, dict[int, floa
         c, units = cell.problem.contract, cell.work_units
         mine = times.setdefault(_plain(c), {})
         best = cell.finals[cell.best].stats.median_us
+        # Cells of equal work units: the best of them is what a table could choose.
         mine[units] = min(best, mine.get(units, best))
         if cell.floor is not None:
             known = floors.setdefault((l2, c.state_dtype, c.K, c.V, sol.floor_form(c)), {})

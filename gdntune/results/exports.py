@@ -242,8 +242,7 @@ class _Form(NamedTuple):
 
 
 # As in flashinfer_trace/definitions/gdn of github.com/flashinfer-ai/flashinfer-bench. The reference
-# of decode returns the new state,
-# that of mtp the pool as it was.
+# of decode returns the new state, that of mtp the pool as it was.
 _DECODE = _Form(
     "decode",
     ("batch_size",),
@@ -283,6 +282,8 @@ def workload(problem: Problem) -> Workload | str:
         )
     if c.op != _ALWAYS["op"]:
         return f"op={c.op}: the definitions are of {_ALWAYS['op']}"
+    # One token that is written back is decode; everything else is mtp, which leaves the pool as it
+    # was.
     form = _DECODE if (c.tokens, c.mode) == (1, "update") else _MTP
     accepted = {**{name: (value,) for name, value in _ALWAYS.items()}, **form.contract}
     for name, values in accepted.items():
@@ -334,8 +335,8 @@ def flashinfer_bench(sources: Sequence[LoadedRun]) -> Export:
                     left[f"{trial.problem.contract.key()}: {found}"] += 1
                     refused.add(trial.problem)
                 continue
-            # A whole peer that serves no such problem is no solution.
-            # what does more than the contract, and ours with that behind it, are none of it either
+            # No solutions: a whole peer that serves no such problem, what does more than the contract,
+            # and ours with that behind it.
             if (
                 trial.role in ("floor", "partner")
                 or "partner" in trial.variant.knobs
@@ -378,6 +379,7 @@ def _workload(found: Workload, files: dict[str, bytes]) -> dict[str, Any]:
     if "pool_size" in found.free:
         # Random indices would name slots that are not there.
         B = found.axes["batch_size"]
+        # One file a batch size: slots depend on nothing else, and traces share it.
         path = f"blob/workloads/gdn/slots_{B}.safetensors"
         files[path] = _safetensors("initial_state_indices", random.Random(B).sample(range(B), B))
         inputs["initial_state_indices"] = {
@@ -387,6 +389,7 @@ def _workload(found: Workload, files: dict[str, bytes]) -> dict[str, Any]:
         }
     axes = {name: found.axes[name] for name in found.free}
     said = json.dumps([found.definition, axes, inputs], sort_keys=True)
+    # From the contents, so that the same workload has one name in all exports.
     return {"axes": axes, "inputs": inputs, "uuid": str(uuid.uuid5(uuid.NAMESPACE_URL, said))}
 
 
@@ -424,6 +427,7 @@ def _evaluation(
             "status": "INCORRECT_NUMERICAL" if wrong else _STATUS[row.status],
             "log": row.reason,
         }
+        # The form allows the errors of a wrong result, and none of a call that did not return.
         return {**said, "correctness": correctness} if wrong else said
     if row.verified != "ok":
         return None

@@ -99,5 +99,6 @@ def nearest(
 
 
 def _distance(knobs: Mapping[str, int | str | bool], asked: Mapping[str, int]) -> tuple[float, ...]:
+    # Ratios: from 16 to 32 is as far as from 64 to 128.
     apart = [abs(math.log2(int(knobs[name]) / int(asked[name]))) for name in _RATIOS]
     return (sum(apart), *apart)

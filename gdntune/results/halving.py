@@ -26,9 +26,8 @@ from gdntune.problem import Problem
 # Variants that successive halving ends with; they share what is left of the budget.
 LEADERS = 2
 # Samples of each before the first halving, where that is half of the budget at most: a variant's
-# first one meets a GPU that is cold
-# to it, 30% slower at some cells of an H100, and a winner that is halved away on it alone never
-# comes back.
+# first one meets a GPU that is cold to it, 30% slower at some cells of an H100, and a winner that is
+# halved away on it alone never comes back.
 FIRST_LOOK = 3
 
 
@@ -124,6 +123,8 @@ def cost(records: Sequence[Record], run: Run, share: float = 0.25) -> Cost:
         raise UnsupportedProblem(
             f"a share of {share} of the samples: expected a number above 0, at most 1"
         )
+    # Apart by halves of the final samples: judged on what it drew, every choice looks better than
+    # it is.
     early = _with_finals(records, lambda samples: samples[: len(samples) // 2])
     late = _with_finals(records, lambda samples: samples[len(samples) // 2 :])
     counted: dict[Problem, dict[str, list[float]]] = {}
@@ -139,6 +140,7 @@ def cost(records: Sequence[Record], run: Run, share: float = 0.25) -> Cost:
         budgets[problem] = sum(
             len(t.samples_us) for t in trials if t.role == "decode" and t.status == "ok"
         )
+        # The budget is a share of what the sweep spent on the cell, screens included.
         samples += budgets[problem]
     halved = {p: halving(found, int(share * budgets[p])) for p, found in counted.items()}
     kept_apart = {c.problem: c for c in timed_cells(late)}
@@ -227,5 +229,6 @@ def _with_halved(records: Iterable[Record], halved: Mapping[Problem, Halved]) ->
             screened = msgspec.structs.replace(r, samples_us=h.used[r.variant.id])
             found.append(screened)
             if r.variant.id in h.leaders:
+                # The leaders' draws stand as final samples, since `derive` looks at no others.
                 found.append(msgspec.structs.replace(screened, stage="final"))
     return found

@@ -210,7 +210,7 @@ class Journal:
         self._descriptor = -1
         self._size = 0
         self._broken = f"{path}: the journal was not begun"
-        # of its folder, while it is claimed alone
+        # Of its folder, while it is claimed alone.
         self._place = os.stat(path.parent)
 
     @classmethod
@@ -256,7 +256,7 @@ class Journal:
 
     def _read(self, run: Run) -> None:
         try:
-            # for writing too, so that a file that cannot be written is refused here
+            # For writing too, so that a file that cannot be written is refused here.
             with self.path.open("r+b") as file:
                 data = file.read()
         except FileNotFoundError:
@@ -287,6 +287,7 @@ class Journal:
             self._descriptor = os.open(
                 self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
             )
+            # A torn last line, cut off only now: a claim must not change the file.
             if os.fstat(self._descriptor).st_size > self._size:
                 os.ftruncate(self._descriptor, self._size)
                 os.fsync(self._descriptor)
@@ -328,6 +329,7 @@ class Journal:
         try:
             rest = memoryview(data)
             while rest:
+                # One write may take a part only, on a disk that is nearly full.
                 rest = rest[os.write(self._descriptor, rest) :]
             os.fsync(self._descriptor)
         except BaseException as e:
@@ -350,6 +352,7 @@ class Journal:
             raise JournalError(self._broken)
         begun = self._descriptor >= 0
         path = self.path if begun else self.path.parent
+        # By inode: another file may stand at the path by now.
         place = os.fstat(self._descriptor) if begun else self._place
         try:
             there = os.path.samestat(os.stat(path), place)
@@ -462,7 +465,8 @@ def encode(record: Any) -> bytes:
             rounded = [round(x, 3) for x in record.samples_us]
             line = msgspec.json.encode(msgspec.structs.replace(record, samples_us=rounded))
         return line + b"\n"
-    except UnicodeEncodeError:  # a compiler's output and a command line need not be text
+    # A compiler's output and a command line need not be text.
+    except UnicodeEncodeError:
         fields = msgspec.structs.asdict(record).items()
         texts = {
             name: v.encode("utf-8", "replace").decode() for name, v in fields if isinstance(v, str)
@@ -493,6 +497,7 @@ def _parse(data: bytes, path: Path) -> tuple[Run, list[Record]]:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             if number == 1:
                 _refuse_others(data, path)
+                # Only the header tells the schema; a later line of a newer one is told by its kind.
                 strict.refuse_newer(line, SCHEMA, str(path), JournalError)
             newer = strict.newer_writer(data)
             _refuse_unknown_kind(line, number, path, newer)
@@ -507,7 +512,7 @@ def _parse(data: bytes, path: Path) -> tuple[Run, list[Record]]:
                     if number > 1
                     else ""
                 )
-                # a line that a newer version can read is none to cut out
+                # A line that a newer version can read is none to cut out.
                 raise JournalError(f"{e}; {newer or f'restore the file{cut}'}") from None
         if isinstance(records[-1], Run) != (number == 1):
             raise JournalError(
@@ -558,7 +563,7 @@ def _identity(run: Run) -> dict[str, str]:
     """What must be equal for samples of two processes to stand in one journal, by the name that a
     user knows it by.
     """
-    # less its peak: a measured one differs from run to run
+    # Without its peak: a measured one differs from run to run.
     d = run.device
     return {
         "command": f"gdntune {made_by(run)}",
@@ -571,7 +576,7 @@ def _identity(run: Run) -> dict[str, str]:
         ),
         **run.policy,
         **{f"code of {name}": code for name, code in run.kernels.items()},
-        # of gdntune itself the kernels' code counts, so that a sweep outlives an upgrade
+        # Of gdntune itself the kernels' code counts, so that a sweep outlives an upgrade.
         **{name: version for name, version in run.software.items() if name != "gdntune"},
     }
 
@@ -581,7 +586,7 @@ def _differences(there: Run, here: Run) -> Iterator[str]:
     journal's header.
     """
     old, new = _identity(there), _identity(here)
-    # older journals have no rounds, and a policy may be known later
+    # Older journals have no rounds, and a policy may be known later.
     names = [
         n
         for n in old | new
@@ -606,6 +611,8 @@ class _Holder(msgspec.Struct, frozen=True):
 
 
 def _acquire(folder: Path) -> filelock.BaseFileLock:
+    # The system's lock, released by the end of the process, however it comes: a lock file of our
+    # own would outlive a kill.
     lock = filelock.FileLock(folder / LOCK, timeout=0, thread_local=False)
     try:
         lock.acquire()
@@ -614,7 +621,7 @@ def _acquire(folder: Path) -> filelock.BaseFileLock:
             h = msgspec.json.decode((folder / HOLDER).read_bytes(), type=_Holder)
             holder = f"process {h.pid} on {h.host}, since {h.since}"
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-            # it has not said yet who it is
+            # It has not said yet who it is.
             holder = "another process"
         raise Locked(
             f"{folder}: in use by {holder}; wait for it, end it, or choose another folder"
@@ -629,6 +636,7 @@ def _acquire(folder: Path) -> filelock.BaseFileLock:
 
 
 def _release(folder: Path, lock: filelock.BaseFileLock) -> None:
+    # Before the lock is released: afterwards the file may be the next holder's.
     (folder / HOLDER).unlink(missing_ok=True)
     lock.release()
 

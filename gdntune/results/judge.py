@@ -43,11 +43,10 @@ def replay(
 ) -> Replayed:
     """The table that a journal gives, by file or folder: that which its sweep wrote.
 
-    regret: instead of the header's; journals of older versions have none, and 1% counts. without:
-        patterns of variants' ids that are
-    taken as never timed. keep_default: a tie leaves the default rule's variant as installed, also
-    where the header says otherwise.
-    UnsupportedProblem for a pattern that fits no variant, JournalError where no cell keeps a
+    regret: instead of the header's; journals of older versions have none, and 1% counts.
+    without: patterns of variants' ids that are taken as never timed.
+    keep_default: a tie leaves the default rule's variant as installed, whatever the header says.
+    Raises UnsupportedProblem for a pattern that fits no variant, JournalError where no cell keeps a
     choice.
     """
     run, records = journal.read(path)
@@ -87,6 +86,7 @@ def replay(
 
 def _fits_nothing(pattern: str, names: Sequence[str]) -> str:
     """Why a pattern fits no id, and one that does."""
+    # The usual slip: `tv8` for `*.tv8.*`.
     inside = len(fnmatch.filter(names, f"*{pattern}*"))
     if inside:
         do = f"a pattern fits whole ids: '*{pattern}*' fits {inside}"
@@ -190,6 +190,7 @@ def judge(
             f" {table.device.kind}, the journal on {run.device.name}: expected a table of kind"
             f" {run.device.kind}"
         )
+    # One cell a number of work units, as tables are keyed.
     cells = by_work_units(c for c in timed_cells(records) if only is None or c.problem in only)
     if not cells:
         raise UnsupportedProblem(
@@ -383,5 +384,6 @@ def hold_out_every_second(records: Sequence[Record], run: Run) -> Judgement:
         raise UnsupportedProblem(
             "no contract has three cells or more: every second one cannot be held out"
         )
+    # Two tables judged alternate cells; here they are in one order again.
     found.sort(key=lambda c: (c.contract, c.work_units))
     return judgement("tables derived from every second work unit, judged on those between", found)

@@ -1,4 +1,4 @@
-"""Two tables: where they choose otherwise, and one table of both."""
+"""Two tables: where their choices differ, and one table of both."""
 
 import hashlib
 import math
@@ -49,6 +49,7 @@ def diff(a: Table, b: Table) -> Differences:
 def _rule_differences(
     key: str, a: Table, mine: Rule | None, b: Table, theirs: Rule | None
 ) -> Iterator[Difference]:
+    # Both tables' steps: between two of them neither changes its choice.
     starts = sorted({i.first for rule in (mine, theirs) if rule for i in rule.intervals})
     spans: list[Difference] = []
     for first, after in zip(starts, [*starts[1:], None], strict=True):
@@ -57,6 +58,7 @@ def _rule_differences(
             continue
         last = None if after is None else after - 1
         before = spans[-1] if spans else None
+        # A step of one table alone may leave the pair as it was; such spans are joined.
         if before and before.last == first - 1 and (before.a, before.b) == (one, other):
             spans[-1] = msgspec.structs.replace(before, last=last)
         else:
@@ -123,7 +125,7 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
     )
     if conflicts and prefer is None:
         raise TableError(
-            f"not merged: the tables choose otherwise for {listed(conflicts)}; say whose rule"
+            f"not merged: the tables' choices differ for {listed(conflicts)}; say whose rule"
             " counts: --prefer first or --prefer second (`gdntune table diff` shows where)"
         )
     over, under = (b, a) if prefer == "second" else (a, b)
@@ -162,6 +164,7 @@ def _joined(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
 def _origin(a: Table, b: Table, rules: list[Rule]) -> Origin:
     sources: list[Origin] = []
     for o in (a.evidence, b.evidence):
+        # Flat: a merged table of merged ones lists the sweeps themselves, each once.
         sources += [s for s in o.sources or (o,) if s not in sources]
     if len(sources) == 1:
         return sources[0]

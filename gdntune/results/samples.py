@@ -241,6 +241,7 @@ def _later(one: Trial | None, other: Trial) -> Trial:
 def _verified(records: Sequence[Record]) -> dict[tuple[Contract, str], str]:
     found: dict[tuple[Contract, str], str] = {}
     for r in records:
+        # A failed check stays failed, whatever a later one says: the code is the same.
         if isinstance(r, Check) and found.get((r.contract, r.variant), "ok") == "ok":
             found[r.contract, r.variant] = r.status
     return found
@@ -329,6 +330,7 @@ def _relate(
         if default_us is not None:
             row.default_mean_us = default_us
             row.speedup_over_default = round(default_us / row.mean_us, 4)
+        # Like with like: a call that does more is set beside ours with the same added.
         mine = ours.get(partners[row.variant]) if row.variant in partners else chosen
         if mine is not None and mine.median_us:
             row.chosen_speedup = round(row.median_us / mine.median_us, 4)

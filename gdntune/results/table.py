@@ -204,26 +204,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         seen = min(
             interval.evidence, key=lambda e: abs(math.log(e.work_units / work_units)), default=None
         )
-        reason = (
-            "the contract's own rule"
-            if not differs
-            else f"the nearest rule, which differs in {listed(differs)}"
-        )
-        if seen is None:
-            reason += "; nothing was measured in this interval"
-        else:
-            at = (
-                "there"
-                if seen.work_units == work_units
-                else f"at the nearest measured cell ({seen.work_units} work units)"
-            )
-            # A regret is of means, which decide; the runner-up has a median alone.
-            reason += (
-                f"; {at} its mean is {seen.mean_us:.4g} us, {seen.regret:.1%} over the best mean;"
-                f" medians: {seen.time_us:.4g} us"
-            )
-            if seen.runner_up is not None and seen.runner_up_us is not None:
-                reason += f", of the next ({seen.runner_up}) {seen.runner_up_us:.4g} us"
+        nearest = f"the nearest rule, which differs in {listed(differs)}"
         return {
             **asked,
             "match": "nearest" if differs else "exact",
@@ -235,8 +216,27 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "knobs": dict(chosen.knobs),
             "evidence": msgspec.to_builtins(seen),
             "runner_up": seen and seen.runner_up,
-            "reason": reason,
+            "reason": (nearest if differs else "the contract's own rule") + _seen(seen, work_units),
         }
+
+
+def _seen(evidence: Evidence | None, work_units: int) -> str:
+    """What was measured nearest to some work units, as the end of a reason."""
+    if evidence is None:
+        return "; nothing was measured in this interval"
+    at = (
+        "there"
+        if evidence.work_units == work_units
+        else f"at the nearest measured cell ({evidence.work_units} work units)"
+    )
+    # A regret is of means, which decide; the runner-up has a median alone.
+    words = (
+        f"; {at} its mean is {evidence.mean_us:.4g} us, {evidence.regret:.1%} over the best mean;"
+        f" medians: {evidence.time_us:.4g} us"
+    )
+    if evidence.runner_up is not None and evidence.runner_up_us is not None:
+        words += f", of the next ({evidence.runner_up}) {evidence.runner_up_us:.4g} us"
+    return words
 
 
 def load(path: str | os.PathLike[str]) -> Table:
@@ -253,6 +253,7 @@ def load(path: str | os.PathLike[str]) -> Table:
             f"{path}: {getattr(e, 'strerror', None) or e}; expected a JSON file that `gdntune"
             " sweep` wrote"
         ) from e
+    # The two files lie side by side in a sweep's folder and are mixed up easily.
     if data.startswith(_JOURNALS):
         raise TableError(
             f"{path} is a journal, a table is wanted: `gdntune replay {path} -o table.json` makes"
@@ -369,6 +370,7 @@ def _could_serve(when: Contract, contract: Contract) -> bool:
 def _distance(when: Contract, contract: Contract) -> tuple[float, ...]:
     def apart(name: str) -> float:
         a, b = getattr(when, name), getattr(contract, name)
+        # Tokens by ratio: from 1 to 2 changes a kernel more than from 7 to 8.
         return abs(math.log2(a / b)) if name == "tokens" else float(a != b)
 
     return (*(apart(name) for name in _NEARNESS), sum(apart(name) for name in _INDIFFERENT))

@@ -110,6 +110,7 @@ def step_us(work_units: int, times: Mapping[int, float]) -> float | None:
     the two nearest; None beyond them.
     """
     units = sorted(times)
+    # Beyond the cells there is no line to read a time from, and none is made up.
     if not units or not units[0] <= work_units <= units[-1]:
         return None
     i = bisect.bisect_left(units, work_units)

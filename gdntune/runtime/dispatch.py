@@ -41,7 +41,7 @@ class Source(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What serves some work units, from `first` on: the variant, and whose word it was."""
+    """What serves some work units, from `first` on: the variant, and the source of the choice."""
 
     first: int
     variant: Variant
@@ -141,7 +141,7 @@ class Runtime:
         if loaded.device.kind != self.device.kind:
             raise UnsupportedProblem(
                 f"{path} was measured on {loaded.device.name}, of kind {loaded.device.kind}:"
-                f" accepted on {self.device.name} are tables of kind {self.device.kind}; `gdntune"
+                f" expected on {self.device.name} a table of kind {self.device.kind}; `gdntune"
                 " sweep` makes one"
             )
         return loaded

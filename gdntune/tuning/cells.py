@@ -1,5 +1,5 @@
-"""Which cells a sweep times beyond those of its config: between two that choose otherwise, and such
-as the table is judged at.
+"""Which cells a sweep times beyond those of its config: between two whose choices differ, and those
+that the table is judged at.
 """
 
 import itertools
@@ -21,8 +21,8 @@ def crossovers(config: Config, records: Sequence[Record], run: Run) -> list[Prob
     """The cells that `search.bisect` asks for next, given what was timed; none where the crossovers
     are narrow enough.
 
-    A contract's neighbouring cells are a crossover where the table as it now is chooses otherwise
-    at them, and one of the two choices loses more than `search.regret` at the other's cell, or has
+    A contract's neighbouring cells are a crossover where the table as it now is has another choice
+    at each, and one of the two choices loses more than `search.regret` at the other's cell, or has
     no times there. Between them comes the legal problem nearest to the geometric mean of their work
     units. Where `search.extra_cells` do not suffice, those that lose most come first; where a cell
     between two failed, no other is tried.

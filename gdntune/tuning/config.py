@@ -93,7 +93,7 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_cell_seconds: a cell's timing ends here, with the rounds it has. regret: how much slower
         than a cell's best the chosen variant may
     be, where that saves an interval or a variant.
-    bisect: where neighbouring cells choose otherwise, cells between them are timed until their work
+    bisect: where the choices of neighbouring cells differ, cells between them are timed until their work
         units are within this ratio, as 1.1;
     none where it is left out. extra_cells: how many a contract that adds at most.
     held_out: cells that the table is judged at and that have no part in it: a number for each

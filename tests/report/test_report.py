@@ -286,8 +286,8 @@ def test_several_runs(folder, tmp_path):
 
 
 def test_policies_are_compared_cell_by_cell(tmp_path):
-    """Two cells with equal work units and other heads are two, in what runs share and where they
-    choose otherwise.
+    """Two cells with equal work units and other heads are two, in what runs share and where their
+    choices differ.
     """
     contract, folders = synthetic.contracts()[0], []
     for l2, favoured in (("cold-clean", 0), ("cold-dirty", 1)):

@@ -404,7 +404,7 @@ def test_cost_judges_on_samples_apart(default_is):
     for judged in (found.cells, found.table, found.all_samples_cells, found.all_samples_table):
         assert [(c.best, c.table.variant, c.table.regret) for c in judged.cells] == [("b", "a", 0.2)]
     assert found.behind == halving.Behind(cells=1, mean=0.0, max=0.0, beyond_tie=0)
-    with pytest.raises(UnsupportedProblem, match="above 0, to 1"):
+    with pytest.raises(UnsupportedProblem, match="above 0, at most 1"):
         halving.cost(records, HEADER, 1.5)
 
 

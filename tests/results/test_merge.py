@@ -65,7 +65,7 @@ def test_spans_that_differ():
 
 
 def test_a_contract_of_one_alone():
-    """Its work units are served otherwise: by no rule of the other."""
+    """The choices differ at its work units: the other has no rule there."""
     assert spans(A, made((ONE, 8, "a"), (ONE, 32, "b"))) == [(1, None, "a", None)]
     assert spans(made((TWO, 8, "a")), A) == [(1, 16, None, "a"), (17, None, None, "b")]
 
@@ -140,11 +140,11 @@ def test_merging_again_changes_nothing():
 
 
 def test_conflicts_need_a_preference():
-    """Where both have a rule and choose otherwise it is refused by name, unless one is preferred;
+    """Where both have a rule and their choices differ it is refused by name, unless one is preferred;
     rules that agree are no conflict.
     """
     b = made((ONE, 8, "c"), (TWO, 8, "a"), (FOUR, 8, "c"))
-    with pytest.raises(TableError, match=r"choose otherwise for gdn_decode.tokens=1; say whose.*--prefer first"):
+    with pytest.raises(TableError, match=r"choices differ for gdn_decode.tokens=1; say whose.*--prefer first"):
         merge.merge(A, b)
     first, second = merge.merge(A, b, "first"), merge.merge(A, b, "second")
     assert (first.rules[0], second.rules[0]) == (A.rules[0], b.rules[0])

@@ -52,7 +52,7 @@ def device():
 
 
 def test_without_a_table_the_default_rule_speaks(places):
-    """Any work units resolve, and say whose word it was."""
+    """Any work units resolve, and name the source of the choice."""
     bound = Runtime(device()).bind(CONTRACT)
     assert bound.choice(1).first == 1 and "default" in bound.choice(10**6).why
 
@@ -227,7 +227,7 @@ def test_a_table_of_another_kind_of_device_is_refused(places, monkeypatch):
     path = places / "given.json"
     table.save(a_table(arch.target("sm_90a"), Contract(), "recurrent"), path)
     with pytest.raises(
-        UnsupportedProblem, match="of kind cuda: accepted on .* are tables of kind cpu"
+        UnsupportedProblem, match="of kind cuda: expected on .* a table of kind cpu"
     ):
         Runtime(device()).use(path)
     monkeypatch.setenv("GDNTUNE_TABLE", str(path))
