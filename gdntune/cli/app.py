@@ -55,7 +55,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
-    # single newlines are spaces: texts reflow at any width
+    # Single newlines are spaces: texts reflow at any width.
     rich_markup_mode="markdown",
 )
 
@@ -549,7 +549,7 @@ def entry() -> None:
     """The program: the commands, on output of any encoding, and one message where it is full."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # a path may have letters that the terminal's encoding has not
+            # A path may have letters that the terminal's encoding has not.
             stream.reconfigure(errors="backslashreplace")
     try:
         try:

@@ -122,6 +122,8 @@ def _pairs(
         near.setdefault(contract.tokens, []).append(
             pair(cell, contract.replace(mode="update", intermediate="none"))
         )
+    # The near column stands in only where a T would be empty: two columns of other bytes side by
+    # side invite a wrong comparison.
     apart = [t for t in exact if not _has_ours(exact[t]) and _has_ours(near[t])]
     return {t: pairs for t, pairs in exact.items() if t not in apart}, {t: near[t] for t in apart}
 
@@ -143,6 +145,7 @@ def _blocks(source: LoadedRun, mine: "pd.DataFrame", publication: Published) -> 
     exact, near = _pairs(mine, publication)
     lines = [_line(t, pairs) for t, pairs in exact.items() if _has_ours(pairs)]
     if policy != publication.l2:
+        # First: it decides how every line below is read.
         lines.insert(0, f"The L2 policies differ: theirs is {publication.l2}, ours {policy}.")
     lost = sum(c.sol is None for c in publication.cells)
     if lost:
@@ -172,6 +175,8 @@ def _in_their_form(
         for c in publication.cells
     }
     keys = [(_fields(row), row["B"], row["HV"]) for _, row in rows.iterrows()]
+    # Asked for: a row of any kind, also a failed one. What this run never asked for is a dash, not
+    # an ERROR.
     asked = {wanted[key] for key in keys if key in wanted}
     if not asked:
         return
@@ -243,6 +248,7 @@ def _line(t: int, pairs: list[Pair]) -> str:
     if not both:
         return f"T={t}: no cell has both."
     higher = sum(ours > theirs for theirs, ours in both)
+    # Of ours alone: under cold-dirty, theirs, the cache helps nobody.
     assisted = sum(p.mark.strip() == "c" for p in pairs)
     return (
         f"T={t}: over {len(both)} shared cells the median share is {median(t for t, _ in both):.1%}"

@@ -47,6 +47,8 @@ class Grid(NamedTuple):
         """
         columns = list(zip(self.headers, *self.rows, strict=True))
         widths = [max(3, *map(len, column)) for column in columns]
+        # The longest column gives first: ids and reasons read well when cut, numbers never get that
+        # far.
         while sum(widths) + 3 * (len(widths) - 1) + 4 > width and max(widths) > 8:
             widths[widths.index(max(widths))] -= 1
 

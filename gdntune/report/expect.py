@@ -97,6 +97,8 @@ def _groups(found: Sequence[Resource]) -> dict[str, list[Resource]]:
     """
     groups: dict[Any, list[Resource]] = {}
     for r in found:
+        # Grouped by what is compiled, not by contract: a kernel that serves every T has one row for
+        # all.
         facts = kernels.get(r.variant.kernel).facts(r.contract)
         groups.setdefault((r.variant.kernel, tuple(sorted(facts.items(), key=str))), []).append(r)
     named: dict[str, list[Resource]] = {}

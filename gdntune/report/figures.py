@@ -109,6 +109,7 @@ def gain_map(title: str, columns: Sequence[str], rows: Sequence[str], tiles: Seq
     """
 
     def colours(matplotlib: Any, value: float) -> tuple[Any, str]:
+        # By ratio, so that twice as fast is as blue as half as fast is red.
         strength = 0.8 * min(abs(math.log(value, 1.5)), 1.0)
         return (
             *matplotlib.colors.to_rgb("#4a90d9" if value > 1 else "#e0604c"),
@@ -214,6 +215,7 @@ def curves(
                     marker="" if line.dashed else "o",
                     markersize=3,
                 )
+                # One entry of the legend for each label: a line comes again in every panel.
                 handles.setdefault(line.label, handle)
             axes.set_title(name, pad=4)
             axes.set_xscale("log")
@@ -249,6 +251,7 @@ def winner_map(
     measured.
     """
     points = [w for found in measured.values() for w in found]
+    # Room for the dots at the edges, and for the first interval's letter.
     low, high = min(points) / 1.35, max(points) * 1.6
     width, height = 1180, min(520, max(150, 22 * len(set(points)) + 80))
 
@@ -260,6 +263,7 @@ def winner_map(
         written: dict[int, float] = {}
         for b in sorted(bands, key=lambda b: (b.column, b.first)):
             first, end = max(b.first, low), high if b.end is None else min(b.end, high)
+            # An interval below the smallest cell has no height here.
             if first >= end:
                 continue
             axes.add_patch(
@@ -382,6 +386,7 @@ def _for_page(svg: str, title: str, titles: Mapping[str, str]) -> str:
         svg,
         flags=re.S,
     )
+    # A hundredth of a pixel is not seen, and the page is smaller without the rest.
     svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)
     svg = svg.replace("xlink:href", "href").replace(
         ' xmlns:xlink="http://www.w3.org/1999/xlink"', ""

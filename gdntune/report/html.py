@@ -95,6 +95,7 @@ def _section(
         yield '<div class="pictures">'
         drawn = False
         for picture in sorted(panel.pictures, key=lambda p: p.wide):
+            # Before the first wide picture, beside the maps that choose its cell.
             if picture.wide and panel.samples and not drawn:
                 yield _SAMPLES
                 drawn = True
@@ -102,6 +103,7 @@ def _section(
             yield f"<figure{kind}><figcaption>{_text(picture.caption)}</figcaption>{picture.svg}{_legend(picture)}</figure>"
         yield "</div>"
         if blocks:
+            # The pictures say the same; the tables stay for search and for copying.
             blocks = ["<details><summary>The same as tables</summary>", *blocks, "</details>"]
     yield from blocks
     yield "</section>"
@@ -160,4 +162,5 @@ def _grid(grid: Grid, anchors: Mapping[tuple[str, str], str]) -> Iterator[str]:
 
 
 def _text(text: str) -> str:
+    # Escaped first: reasons and ids hold what others wrote.
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))

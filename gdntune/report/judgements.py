@@ -29,6 +29,7 @@ def judgement_document(found: Judgement, source: str) -> Document:
         contracts.setdefault(cell.contract, []).append(cell)
     rows = [(name, *_total_row(cells)) for name, cells in contracts.items()]
     rows.append(("all", *_total_row(found.cells)))
+    # What could not be judged comes first: nobody knows that it is good.
     worst = sorted(
         found.cells, key=lambda c: -(c.table.regret if c.table.regret is not None else math.inf)
     )

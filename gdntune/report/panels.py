@@ -203,6 +203,7 @@ def _winners(
             end = None if i.last is None else i.last + 1
             span = f"from {i.first} on" if i.last is None else f"from {i.first} to {i.last}"
             letter = letters.get(i.variant, "")
+            # Colours in the order of the map, so that neighbours differ; letters are the tables'.
             area = order.setdefault(i.variant, len(order))
             bands.append(
                 Band(
@@ -308,6 +309,8 @@ def _samples(
         for r in rows:
             r.pop()
     over = frame[frame["chosen"] & frame["over_floor"].notna()]
+    # The page opens on the cell that is farthest from its floor: that is where a reader would look
+    # first.
     worst = _key(over.loc[over["over_floor"].idxmax()]) if len(over) else next(iter(cells), "")
     return {"names": list(names), "cells": cells, "units": units, "first": worst}
 
@@ -320,6 +323,7 @@ def packed(samples_us: Iterable[float]) -> tuple[int, str]:
     that more follow.
     """
     ns = sorted(round(1000 * us) for us in samples_us)
+    # CUPTI's clock ticks every 32 ns: in its steps most numbers are one digit.
     step = math.gcd(*ns) or 1
     text, at = [], 0
     for value, times in Counter(ns).items():

@@ -90,6 +90,7 @@ def rivals(frame: "pd.DataFrame") -> "pd.DataFrame":
         (frame["role"] == "peer") & (frame["status"] == "ok") & frame["chosen_speedup"].notna()
     ]
     place = ["run", *Contract.__struct_fields__, "B", "H", "HV"]
+    # Sorted by the variant too, so that of equal entries the same one counts on every machine.
     best = timed.sort_values([*place, "kernel", "chosen_speedup", "variant"]).drop_duplicates(
         [*place, "kernel"]
     )

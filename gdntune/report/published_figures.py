@@ -185,7 +185,7 @@ def _over(rows: "pd.DataFrame") -> str:
         return ""
     worst = min(rows.to_dict("records"), key=lambda row: row["chosen_speedup"])
     value = worst["chosen_speedup"]
-    # near 1 the third digit says which side of it
+    # Near 1 the third digit says which side of it.
     said = f"{value:.3f}" if 0.985 <= value < 1.01 else f"{value:.2f}"
     shown = f"**{said}**" if worst["behind"] else said
     return f"{geometric_mean(rows['chosen_speedup']):.2f} ({shown})"

@@ -443,6 +443,7 @@ def _differences(
     """Where two runs on one device, under different policies, choose differently."""
     sections = []
     for one, other in combinations(sources, 2):
+        # Runs on two devices differ in everything; only a policy's own effect is of interest here.
         if one.run.device.name != other.run.device.name or one.run.policy == other.run.policy:
             continue
         left, right = (
@@ -563,6 +564,7 @@ def _reproduce(sources: Sequence[LoadedRun]) -> Iterator[Block]:
 
 def _folder(source: LoadedRun) -> str:
     """Where a run was written, as its command says it: --out, else the command's default."""
+    # Quoted words too, since a folder may have blanks in its name.
     named = re.search(r"""--out[ =]((?:'[^']*'|"[^"]*"|[^\s'"])+)""", source.run.command)
     if named:
         return named[1]
@@ -582,6 +584,7 @@ class Letters(dict[str, str]):
     def __missing__(self, name: str) -> str:
         n, letters = len(self) + 1, ""
         while n:
+            # Counting without a zero, as a spreadsheet names its columns.
             n, digit = divmod(n - 1, 26)
             letters = chr(ord("A") + digit) + letters
         self[name] = letters

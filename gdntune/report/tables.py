@@ -65,6 +65,7 @@ def _rule(rule: Rule) -> tuple[Block, ...]:
     for interval in rule.intervals:
         span = _span(interval)
         if not interval.evidence:
+            # An interval may have no cell of its own, in a merged table or beyond the last one.
             rows.append((span, interval.variant, *(MISSING,) * 5))
             shades.append((None,) * 7)
         for e in interval.evidence:
@@ -82,7 +83,7 @@ def _rule(rule: Rule) -> tuple[Block, ...]:
                 )
             )
             shades.append((None, None, None, *(e.sol,) * 3, None))
-            # said once an interval
+            # Said once an interval.
             span = ""
     headers = ("work units", "variant", "measured at", "us", "x floor", "SOL %", "regret %")
     return (Grid("", headers, tuple(rows), tuple(shades), left=2),)

@@ -46,8 +46,8 @@ def print_document(
                 if block.caption:
                     console.print(Styled(block.caption, "italic"))
                 table, least = _table(block, folds)
-                # a console gives no print more than its own width, and a table without room loses
-                # columns
+                # A console gives no print more than its own width, and a table without room loses
+                # columns.
                 console.width = max(least, width)
                 console.print(table, crop=False)
                 console.width = width

@@ -75,6 +75,7 @@ def _rows(
 ) -> Iterator[tuple[str, ...]]:
     for base in contracts:
         mine, theirs = _of(chosen, base), _of(rivals, base)
+        # The whole model first, then its shards.
         heads = sorted({int(HV) for HV in mine["HV"]}, reverse=True)
         # Whom, their rows and times, ours beside them.
         against = [(DEFAULT, mine[mine["default_mean_us"].notna()], "default_mean_us", "mean_us")]
@@ -105,6 +106,7 @@ def _times(frame: "pd.DataFrame", column: str, HV: int) -> dict[int, dict[int, f
     """
     found: dict[int, dict[int, float]] = {}
     ordered = frame.sort_values(["HV", "H"])
+    # The exact heads last, so that they replace the others.
     for rows in (ordered[ordered["HV"] != HV], ordered[ordered["HV"] == HV]):
         for tokens, units, us in zip(rows["tokens"], rows["work_units"], rows[column], strict=True):
             found.setdefault(int(tokens), {})[int(units)] = float(us)
