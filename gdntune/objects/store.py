@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from filelock import FileLock
 
-from gdntune import __version__, strict
+from gdntune import __version__, kernels, strict
 from gdntune.device.arch import Device
 from gdntune.errors import BuildError, ToolMissing
 from gdntune.files import write_whole
 from gdntune.kernels import cpu_object
-from gdntune.kernels.fingerprint import fingerprint
+from gdntune.kernels.fingerprint import believe, fingerprint, stamp
 from gdntune.kernels.spec import Kernel, Variant
 from gdntune.objects.inputs import unchanged
 from gdntune.problem import Contract
@@ -104,7 +103,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 class Bundle(msgspec.Struct, frozen=True):
     """The manifest of a bundle: one library, its objects and what they need. gdntune: the version
-    that wrote it.
+    that wrote it. stamp: fingerprints of its kernels (`fingerprint.stamp`).
     """
 
     schema: str
@@ -113,6 +112,7 @@ class Bundle(msgspec.Struct, frozen=True):
     sha256: str
     objects: dict[str, Manifest]
     gdntune: str = ""
+    stamp: dict[str, str] = {}
 
 
 def toolchain(device: str) -> str:
@@ -222,6 +222,8 @@ class Store:
         self.root = Path(root) if root else default_root()
         self.bundles = [(Path(b), read_bundle(Path(b))) for b in bundles]
         self._opened = [OpenBundle(*b) for b in self.bundles]
+        for _, manifest in self.bundles:
+            believe(manifest.stamp)
         self._functions: dict[str, Callable[..., Any]] = {}
         self._modules: list[Any] = []
 
@@ -264,6 +266,8 @@ class Store:
     @contextmanager
     def lock(self, spec: ObjectSpec) -> Iterator[None]:
         """Held while an object is compiled, so that two processes do not compile it twice."""
+        from filelock import FileLock
+
         folder = self.folder(spec.key).parent
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f".{spec.key}.lock"):
@@ -422,9 +426,24 @@ def write_bundle(store: Store, specs: Iterable[ObjectSpec], folder: Path) -> Bun
         file_sha256(library),
         dict(sorted(manifests.items())),
         __version__,
+        stamp(k.sources for k in kernels.KERNELS.values()),
     )
     atomic_write(folder / "bundle.json", msgspec.json.format(msgspec.json.encode(bundle), indent=1))
     return bundle
+
+
+def kernel_package(arch: str) -> str:
+    """The package that holds a bundle for an architecture: gdntune_kernels_sm90a."""
+    return "gdntune_kernels_" + re.sub(r"[^a-z0-9]+", "_", arch.lower().replace("sm_", "sm"))
+
+
+def installed_bundle(arch: str) -> Path | None:
+    """The bundle of an installed package, found by its name: to ask all distributions for entry
+    points takes tens of ms. None where there is none.
+    """
+    spec = importlib.util.find_spec(kernel_package(arch))
+    places = spec.submodule_search_locations if spec else None
+    return Path(next(iter(places))) if places else None
 
 
 def read_bundle(folder: Path) -> Bundle:

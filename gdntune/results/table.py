@@ -239,6 +239,22 @@ def _seen(evidence: Evidence | None, work_units: int) -> str:
     return words
 
 
+class Head(msgspec.Struct, frozen=True):
+    """Of a table, what it is of."""
+
+    device: Device
+
+
+def device_of(path: str | os.PathLike[str]) -> Device:
+    """The device that a table was measured on, in a tenth of the time that `load` takes, which
+    checks the rest too. TableError where it is no table.
+    """
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Head).device
+    except (OSError, msgspec.DecodeError):
+        return load(path).device
+
+
 def load(path: str | os.PathLike[str]) -> Table:
     """The table in a file; TableError where it cannot be read or trusted."""
     if os.path.isdir(path):
@@ -314,7 +330,7 @@ def _text(table: Table) -> bytes:
     whole = msgspec.to_builtins(table)
     variants, rules = whole.pop("variants"), whole.pop("rules")
     head = msgspec.json.format(msgspec.json.encode(whole), indent=1).decode()
-    lines = [f'  {_line(name)}: {_line(variant)}' for name, variant in variants.items()]
+    lines = [f"  {_line(name)}: {_line(variant)}" for name, variant in variants.items()]
     shown = []
     for rule in rules:
         intervals = ",\n".join(f"    {_line(interval)}" for interval in rule["intervals"])
@@ -415,10 +431,7 @@ def _interval_faults(
         kind = "overlaps the interval before it" if first <= previous.last else "leaves a gap"
         yield (
             ".from",
-            (
-                f"is {first} and {kind}, which ends at {previous.last}: expected"
-                f" {previous.last + 1}"
-            ),
+            (f"is {first} and {kind}, which ends at {previous.last}: expected {previous.last + 1}"),
         )
     if is_last and last is not None:
         yield ".to", f"is {last}: the last interval has no end, expected null"

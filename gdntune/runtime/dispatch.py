@@ -19,10 +19,9 @@ from typing import Any, NamedTuple, get_args
 import gdntune
 from gdntune import kernels
 from gdntune.device.arch import Device, detect
-from gdntune.errors import BuildError, CaptureError, UnsupportedProblem
+from gdntune.errors import CaptureError, UnsupportedProblem
 from gdntune.kernels.spec import Variant
-from gdntune.objects.build import compile_objects
-from gdntune.objects.store import NOWHERE, ObjectSpec, Store, object_spec
+from gdntune.objects.store import NOWHERE, ObjectSpec, Store, installed_bundle, object_spec
 from gdntune.problem import Contract, Op, check_contract
 from gdntune.results import table
 from gdntune.runtime import environment
@@ -88,6 +87,12 @@ def _log_as_asked() -> None:
     log.setLevel(level.upper())
 
 
+def _bundles(device: Device) -> list[Path]:
+    """Where compiled objects come from: what GDNTUNE_BUNDLE names, then an installed package."""
+    installed = installed_bundle(device.arch)
+    return [*environment.bundles(), *([installed] if installed else [])]
+
+
 class Runtime:
     """The tables, objects and bound functions of one device in this process.
 
@@ -98,7 +103,7 @@ class Runtime:
     def __init__(self, device: Device, store: Store | None = None):
         self.device = device
         _log_as_asked()
-        self.store = store or Store(bundles=environment.bundles())
+        self.store = store or Store(bundles=_bundles(device))
         self._sources: dict[str, Source | None] = {}
         self._bound: dict[tuple[Contract, bool], Bound] = {}
 
@@ -159,22 +164,19 @@ class Runtime:
 
     def _nearest(self, op: Op) -> Source | None:
         """The shipped table of the device most like this one, by SMs and DRAM peak."""
-        others = [
-            Source(table.load(p), p, "nearest")
-            for p in sorted(shipped_tables().glob(f"*/{op}.json"))
-        ]
-        others = [s for s in others if s.table.device.kind == self.device.kind]
+        there = sorted(shipped_tables().glob(f"*/{op}.json"))
+        others = [(p, d) for p in there if (d := table.device_of(p)).kind == self.device.kind]
         if not others:
             return None
 
-        def distance(s: Source) -> float:
-            d = s.table.device
+        def distance(d: Device) -> float:
             apart = abs(math.log(d.sm_count / self.device.sm_count))
             if d.peak_gb_s and self.device.peak_gb_s:
                 apart += abs(math.log(d.peak_gb_s / self.device.peak_gb_s))
             return apart
 
-        best = min(others, key=distance)
+        path, _ = min(others, key=lambda other: distance(other[1]))
+        best = Source(table.load(path), path, "nearest")
         warn_once(
             f"no table for {self.device.name}: using that of {best.table.device.name}, the nearest"
             " by SMs and bandwidth; `gdntune sweep` makes one for this device"
@@ -247,22 +249,18 @@ class Runtime:
             bound = self._bound[key] = Bound(self, contract, choices)
         return bound
 
+    def spec(self, contract: Contract, variant: Variant) -> ObjectSpec:
+        """The object that serves a contract with a variant here."""
+        return object_spec(kernels.get(variant.kernel), contract, variant, self.device)
+
     def functions(self, contract: Contract, variants: list[Variant]) -> list[Function]:
         """The loaded functions of variants, compiled first where the store lacks them."""
-        pairs: list[tuple[ObjectSpec, str]] = []
-        for v in variants:
-            kernel = kernels.get(v.kernel)
-            pairs.append((object_spec(kernel, contract, v, self.device), kernel.compiler))
+        pairs = [(self.spec(contract, v), kernels.get(v.kernel).compiler) for v in variants]
         missing = [p for p in pairs if self.store.find(p[0]) is None]
         if missing:
-            log.info(
-                "compiling %d objects for %s; `gdntune compile` does it ahead of time",
-                len(missing),
-                contract.key(),
-            )
-            failed = [b for b in compile_objects(missing, self.store) if not b.ok]
-            if failed:
-                raise BuildError(f"{failed[0].spec.name} does not compile: {failed[0].reason}")
+            from gdntune.runtime.compiling import compile_missing
+
+            compile_missing(missing, self.store, contract)
         loaded = self.store.load([spec for spec, _ in pairs])
         return [loaded[spec.key] for spec, _ in pairs]
 

@@ -61,3 +61,19 @@ def test_files_of_one_name_have_one_fingerprint(tmp_path):
         )
         found.add(done.stdout)
     assert len(found) == 1
+
+
+def test_stamps_are_of_these_files_alone(monkeypatch):
+    """A bundle's word on fingerprints is taken where it was given of the same files: it saves 300
+    ms of a first call.
+    """
+    sources = kernels.get("recurrent").sources
+    monkeypatch.setattr(fp, "_STAMPED", {})
+    stamped = fp.stamp([sources, ("/outside/the/package.h",)])
+    assert stamped == {"digest": fp.digest(), " ".join(sources): fp.fingerprint(sources)}
+    fp.believe({**stamped, "digest": "of other files"})
+    assert not fp._STAMPED
+    fp.believe(stamped)
+    monkeypatch.setattr(fp, "_computed", lambda sources: "computed")
+    assert fp.fingerprint.__wrapped__(sources) == stamped[" ".join(sources)]
+    assert fp.fingerprint.__wrapped__(("another",)) == "computed"

@@ -22,7 +22,6 @@ from gdntune.checking.cases import make_case
 from gdntune.checking.check import Truth
 from gdntune.problem import Contract, Problem
 from gdntune.runtime import call as calls
-from gdntune.runtime import dispatch
 
 PLAIN = Contract(state_dtype="fp32")
 BF16 = Contract()
@@ -374,7 +373,7 @@ def test_no_compile_for_another_pool(device, monkeypatch):
     def compiled(*_):
         raise AssertionError("compiled anew")
 
-    monkeypatch.setattr(dispatch, "compile_objects", compiled)
+    monkeypatch.setattr("gdntune.objects.build.compile_objects", compiled)
     judged(
         make_case(Problem(PLAIN, 4, 1, 2), device, seed=14, slots=33, slot_stride_pad=64, scale=0.5)
     )
@@ -596,7 +595,7 @@ def test_first_call_in_serving(device, monkeypatch):
     def compiled(*_):
         raise AssertionError("compiled in serving")
 
-    monkeypatch.setattr(dispatch, "compile_objects", compiled)
+    monkeypatch.setattr("gdntune.objects.build.compile_objects", compiled)
     calls.forget()
     for B in (1, 7, 64, 300):
         call(make_case(Problem(contract, B, 1, 2), device))

@@ -533,7 +533,7 @@ def test_a_variant_that_does_not_compile(public, monkeypatch):
     def compiled(specs, store, **options):
         return [Built(spec, None, "no room") for spec, _ in specs]
 
-    monkeypatch.setattr(dispatch, "compile_objects", compiled)
+    monkeypatch.setattr("gdntune.objects.build.compile_objects", compiled)
     monkeypatch.setattr(
         dispatch,
         "runtime",
