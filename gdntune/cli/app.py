@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,8 +34,9 @@ from gdntune.cli.common import (
     Tokens,
     Where,
     config_of,
-    indices,
+    devices_of,
     io_fault,
+    policy_of,
     print_json,
     refusing,
     target_of,
@@ -44,7 +45,12 @@ from gdntune.cli.common import (
 from gdntune.errors import UnsupportedProblem, no_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gdntune.device.arch import Device
+    from gdntune.objects.build import Built
     from gdntune.report.report import Report
+    from gdntune.tuning.config import Config
 
 app = typer.Typer(
     name="gdntune",
@@ -124,17 +130,14 @@ def sweep(
     from gdntune import search
     from gdntune.cli.doctor import put_to_use
     from gdntune.cli.progress import progress
-    from gdntune.device import arch
     from gdntune.objects.store import Store
     from gdntune.results.table import load, noise_words
     from gdntune.tuning.estimate import estimate
 
     wanted = config_of(config, part, own_kernels, batch=batch, tokens=tokens, heads=heads)
     judged = [load(path) for path in table or ()]
-    shared = indices(devices, executor)
-    found = arch.detect(device or wanted.device, shared[0] if shared else index)
+    shared, found = devices_of(wanted, device, index, devices, executor)
     folder = out or Path("results") / wanted.name
-    changes = {name: value for name, value in (("timer", timer), ("l2", l2)) if value is not None}
     store = Store(bundles=bundle or ())
     size = estimate(wanted, found, store, jobs, max(1, len(shared)))
     if dry_run:
@@ -160,7 +163,7 @@ def sweep(
         executor=executor,
         store=store,
         jobs=jobs,
-        policy=msgspec.structs.replace(wanted.policy, **changes),
+        policy=policy_of(wanted, timer, l2),
         progress=progress(),
         command=shlex.join(["gdntune", *sys.argv[1:]]),
         judged=judged,
@@ -185,7 +188,7 @@ def sweep(
             }
         )
     else:
-        _told(made, outcome.notes, folder, files)
+        _print_summary(made, outcome.notes, folder, files)
         if outcome.table is not None:
             ops = sorted({rule.when.op for rule in outcome.table.rules})
             if noise := noise_words(outcome.table.evidence):
@@ -240,18 +243,13 @@ def bench(
     says so. Several devices share the cells. A bench that was stopped is resumed. The exit code is
     0 where all cells of ours were timed, else 1.
     """
-    import msgspec
-
     from gdntune.cli.progress import progress
-    from gdntune.device import arch
     from gdntune.objects.store import Store
     from gdntune.tuning import bench
 
     wanted = config_of(config, part, own_kernels)
-    shared = indices(devices, executor)
-    found = arch.detect(device or wanted.device, shared[0] if shared else index)
+    shared, found = devices_of(wanted, device, index, devices, executor)
     folder = out or Path("results") / f"{wanted.name}-bench"
-    changes = {name: value for name, value in (("timer", timer), ("l2", l2)) if value is not None}
     outcome = bench.bench(
         wanted,
         folder,
@@ -264,7 +262,7 @@ def bench(
         table=table,
         rounds=rounds,
         jobs=jobs,
-        policy=msgspec.structs.replace(wanted.policy, **changes),
+        policy=policy_of(wanted, timer, l2),
         progress=progress(),
         command=shlex.join(["gdntune", *sys.argv[1:]]),
     )
@@ -285,7 +283,7 @@ def bench(
             }
         )
     else:
-        _told(made, outcome.notes, folder, files)
+        _print_summary(made, outcome.notes, folder, files)
     if outcome.timed < cells:
         raise typer.Exit(FINDINGS)
 
@@ -311,7 +309,7 @@ def _written(folder: Path) -> tuple["Report", list[str], list[str]]:
     return made, [name for name in names if (folder / name).exists()], notes
 
 
-def _told(made: "Report", notes: list[str], folder: Path, files: list[str]) -> None:
+def _print_summary(made: "Report", notes: list[str], folder: Path, files: list[str]) -> None:
     """Prints a report, what else a user should know, and where it is."""
     made.terminal(terminal())
     for note in notes:
@@ -362,13 +360,7 @@ def compile_(
     if bundle and manifests:
         write_bundle(store, [m.spec for m in manifests], bundle)
     bundle_bytes = sum(f.stat().st_size for f in bundle.iterdir()) if bundle and manifests else None
-    parts = []
-    for p in wanted.parts:
-        alone = wanted.only([p.name])
-        numbers = {"contracts": len(alone.all_contracts()), "cells": len(alone.problems())}
-        parts.append({"name": p.name, **numbers, "objects": len(plan_objects(alone, device))})
-    worst = max(manifests, key=lambda m: m.registers or 0, default=None)
-    spilling = [m for m in manifests if m.spill_bytes]
+    parts = _parts(wanted, device)
     if as_json:
         print_json(
             {
@@ -384,27 +376,7 @@ def compile_(
             }
         )
     else:
-        seconds = sum(
-            m.seconds
-            for m, b in zip(manifests, (b for b in built if b.ok), strict=True)
-            if not b.cached
-        )
-        typer.echo(
-            f"{len(manifests)} of {len(built)} objects for {device.arch}:"
-            f" {sum(b.cached for b in built)} were there, the others took {seconds:.1f} s of"
-            " compiling"
-        )
-        if worst and worst.registers:
-            typer.echo(
-                f"registers: {worst.registers} at most ({worst.name}); {len(spilling)} spill, "
-                f"{max((m.spill_bytes or 0 for m in spilling), default=0)} bytes at most"
-            )
-        for row in parts:
-            typer.echo(
-                "part {name}: {contracts} contracts, {cells} cells, {objects} objects".format(**row)
-            )
-        for b in failed:
-            typer.echo(f"failed: {b.spec.name}: {b.reason}", err=True)
+        _print_compiled(built, parts, device)
         typer.echo(
             f"bundle: {bundle}, {bundle_bytes:,} bytes"
             if bundle and manifests
@@ -412,6 +384,45 @@ def compile_(
         )
     if failed:
         raise typer.Exit(FINDINGS)
+
+
+def _parts(config: "Config", device: "Device") -> list[dict[str, Any]]:
+    """What each part of a config needs by itself; objects that parts share count in each."""
+    from gdntune.tuning.plan import plan_objects
+
+    rows: list[dict[str, Any]] = []
+    for part in config.parts:
+        alone = config.only([part.name])
+        numbers = {"contracts": len(alone.all_contracts()), "cells": len(alone.problems())}
+        rows.append({"name": part.name, **numbers, "objects": len(plan_objects(alone, device))})
+    return rows
+
+
+def _print_compiled(
+    built: "Sequence[Built]", parts: list[dict[str, Any]], device: "Device"
+) -> None:
+    """Prints what was compiled: how many and how long, registers and spills, parts, failures."""
+    made = [(b, b.manifest) for b in built if b.manifest]
+    seconds = sum(m.seconds for b, m in made if not b.cached)
+    typer.echo(
+        f"{len(made)} of {len(built)} objects for {device.arch}:"
+        f" {sum(b.cached for b in built)} were there, the others took {seconds:.1f} s of compiling"
+    )
+    # A CPU's compiler says nothing of registers.
+    worst = max((m for _, m in made), key=lambda m: m.registers or 0, default=None)
+    if worst and worst.registers:
+        spills = [m.spill_bytes for _, m in made if m.spill_bytes]
+        typer.echo(
+            f"registers: {worst.registers} at most ({worst.name}); {len(spills)} spill, "
+            f"{max(spills, default=0)} bytes at most"
+        )
+    for row in parts:
+        typer.echo(
+            "part {name}: {contracts} contracts, {cells} cells, {objects} objects".format(**row)
+        )
+    for b in built:
+        if not b.ok:
+            typer.echo(f"failed: {b.spec.name}: {b.reason}", err=True)
 
 
 @app.command()
@@ -470,20 +481,13 @@ def expect(
         built = compile_objects(objects, Store(), jobs=jobs, on_done=lambda _: shown.step())
     found = resources(wanted, target, built)
     failed = [b for b in built if not b.ok]
-    options = [("--journal", j) for j in journal] + [("--against", a) for a in against or ()]
-    if out:
-        options.append(("--out", out))
-    parts = [
-        ["gdntune", "expect", *map(str, configs), "--arch", arch],
-        *([name, str(value)] for name, value in options),
-    ]
     page = expectations(
         model,
         found,
         [b.spec.name for b in failed],
         publications,
         [p for config in wanted for p in config.problems()],
-        " \\\n    ".join(map(shlex.join, parts)),
+        _expect_command(configs, arch, journal, against or [], out),
     )
     text = markdown(page)
     if out:
@@ -498,6 +502,17 @@ def expect(
         typer.echo(f"spills {r.spill_bytes} bytes: {r.variant.id}, {r.contract.key()}", err=True)
     if failed or spilling:
         raise typer.Exit(FINDINGS)
+
+
+def _expect_command(
+    configs: list[Path], arch: str, journals: list[Path], against: list[str], out: Path | None
+) -> str:
+    """The command that makes the page, an option a line, as the page quotes it."""
+    options = [("--journal", str(j)) for j in journals] + [("--against", a) for a in against]
+    if out:
+        options.append(("--out", str(out)))
+    lines = [["gdntune", "expect", *map(str, configs), "--arch", arch], *map(list, options)]
+    return " \\\n    ".join(map(shlex.join, lines))
 
 
 @app.command()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from gdntune.device.arch import Device
     from gdntune.report.document import Document
+    from gdntune.timing import Policy
     from gdntune.tuning.config import Config
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -116,13 +117,13 @@ def refusing(function: F) -> F:
             typer.echo(f"gdntune: {e}", err=True)
             raise typer.Exit(WRONG_USE) from None
         except BrokenPipeError:
-            # what reads our output has enough, as `| head` has
+            # What reads our output has enough, as `| head` has
             raise
         except OSError as e:
             typer.echo(f"gdntune: {io_fault(e)}", err=True)
             raise typer.Exit(WRONG_USE) from None
         except KeyboardInterrupt:
-            # on a line of its own: the terminal has just shown ^C, perhaps behind a bar
+            # On a line of its own: the terminal has just shown ^C, perhaps behind a bar.
             typer.echo(
                 "\ngdntune: interrupted; what was journalled stays, and the same command continues"
                 " there",
@@ -149,6 +150,24 @@ def indices(text: str | None, executor: str) -> tuple[int, ...]:
             f"--devices {text!r}: expected device numbers in torch's order, each once, as 0,1,2"
         )
     return tuple(map(int, parts))
+
+
+def devices_of(
+    config: "Config", kind: str | None, index: int, devices: str | None, executor: str
+) -> "tuple[tuple[int, ...], Device]":
+    """The devices that share a run, none where `--devices` names none, and the first one's kind."""
+    from gdntune.device import arch
+
+    shared = indices(devices, executor)
+    return shared, arch.detect(kind or config.device, shared[0] if shared else index)  # type: ignore[arg-type]
+
+
+def policy_of(config: "Config", timer: str | None, l2: str | None) -> "Policy":
+    """A config's timing policy, with what the options name in its place."""
+    import msgspec
+
+    asked = {name: x for name, x in (("timer", timer), ("l2", l2)) if x is not None}
+    return msgspec.structs.replace(config.policy, **asked)
 
 
 def config_of(
@@ -202,7 +221,7 @@ def _named(path: Path) -> Path | str:
     from gdntune import strict
     from gdntune.tuning.models import PRESETS, config_text
 
-    # a name may have a dot, as qwen3.5-397b-a17b
+    # A name may have a dot, as qwen3.5-397b-a17b.
     if path.suffix in (".yaml", ".yml") or path.exists():
         return path
     shipped, name = shipped_configs(), str(path)
@@ -225,7 +244,7 @@ def numbers(
         return ()
     parts = [part.strip() for part in text.split(",")]
     twice = distinct and len(set(parts)) < len(parts)
-    # of 5,000 digits Python makes no number
+    # Of 5,000 digits Python makes no number.
     whole = all(part.isdecimal() and len(part) < 20 and 1 <= int(part) <= most for part in parts)
     if twice or not whole:
         raise UnsupportedProblem(
