@@ -13,7 +13,7 @@ from gdntune.runtime import operators, packed, traced
 from gdntune.runtime.arguments import explain
 from gdntune.runtime.call import run
 
-# torch.compile sees operators, which are defined when their module is imported
+# torch.compile sees operators, which are defined when their module is imported.
 assert operators
 _compiling = torch.compiler.is_dynamo_compiling
 # What wrong arguments raise where they are used: they are looked at when that has happened, which
@@ -52,60 +52,51 @@ def gated_delta_rule_decode(
     batch_invariant: bool = False,
     output: Tensor | None = None,
 ) -> Tensor:
-    """Gated DeltaNet decode of T tokens for each of B requests; updates the state in place and
+    """Gated DeltaNet decode of T tokens for each of B requests: updates the state in place and
     returns the output [B, T, HV, V].
 
-    Static, so part of a compiled object: every dtype, T (1; 2 to 8; 9 to 16), K, V, state_layout,
-        which optional tensors are given,
-    disable_state_update. Dynamic: B, H, HV, sizes and strides, scale, softplus_beta,
-    softplus_threshold, null_index, use_qk_l2norm,
-    allow_neg_eigval.
+    A compiled object is chosen by what is static: every dtype, T (1; 2 to 8; 9 to 16), K, V,
+    state_layout, disable_state_update, and which optional tensors are given. All else may change
+    from call to call: B, H, HV, sizes and strides, scale, softplus_beta, softplus_threshold,
+    null_index, use_qk_l2norm, allow_neg_eigval.
 
-    q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H; bf16 or fp16 (fp32 too); slices of one
-        packed tensor will do.
-    initial_state: [slots, HV, V, K] (`k_last`) or [slots, HV, K, V] (`v_last`), fp32, bf16 or fp16,
-        any slot stride. The caller's; updated
-        in place. Without indices slots is B and row n belongs to request n.
-    A_log, dt_bias [HV], a [B, T, HV], b [B, T, HV]: raw gates, decay = exp(-exp(A_log) softplus(a +
-    dt_bias)), beta = sigmoid(b).
-        No NaN arises as long as a + dt_bias is an fp32 number and, on CUDA, A_log is at most 88,
-        beyond which exp leaves fp32.
-        Or g [B, T, HV], the log decay, instead of A_log, a and dt_bias; beta [B, T, HV] instead of
-        b.
-    initial_state_indices, output_state_indices: [B] int32 or int64: the slot to read, and the slot
-        to write (default: the one read).
-        A negative index, one equal to null_index or one outside the pool is padding: no slot is
-            read or written and the output row is
-        zero; as a write index it skips the write alone.
+    q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H; bf16, fp16 or fp32. Views of packed
+        QKV are fine.
+    initial_state: [slots, HV, V, K] (`k_last`) or [slots, HV, K, V] (`v_last`) in fp32, bf16 or
+        fp16, slots at any stride. The caller owns it; it is updated in place. Without indices there
+        are B slots, and row n belongs to request n.
+    A_log, dt_bias: [HV]; a, b: [B, T, HV]: raw gates, with decay = exp(-exp(A_log) softplus(a +
+        dt_bias)) and beta = sigmoid(b). The result is a number as long as a + dt_bias is an fp32
+        number and, on CUDA, A_log is at most 88, beyond which exp leaves fp32.
+    g: [B, T, HV], the log decay, instead of A_log, a and dt_bias.
+    beta: [B, T, HV], instead of its logit b.
+    initial_state_indices, output_state_indices: [B], int32 or int64: the slot to read, and the slot
+        to write (by default the one read). A negative index, one equal to null_index and one
+        outside the pool are padding: no slot is read or written, and the output row is zero. As a
+        write index alone, it skips the write.
     intermediate_states_buffer: [rows, steps, HV, V, K] (v_last: [..., K, V]): receives the state
-        after each token, at row n or
-        intermediate_state_indices[n]. Whether the final state is written too depends on
-        disable_state_update alone.
-    ssm_state_indices: [B, 1+S]: the state after token t goes to slot [n, t], and the state to start
-        from is in column
-        clamp(num_accepted_tokens[n], 1, 1+S) - 1 (0 without num_accepted_tokens). Nothing else is
-        written unless
-        output_state_indices is given.
-    cu_seqlens: [B+1]: ragged batches; q, k, v, gates and output are packed rows [1, total, ...],
-        lengths 0 to max_tokens (at most 16, the
-        default); rows beyond cu_seqlens[-1] are untouched. A longer length is cut where the
-        compiled object ends (max_tokens on the
-        CPU, 8 or 16 on CUDA), so that nothing outside the tensors is touched.
-    scale: of q, default K**-0.5; finite, as every number here. use_qk_l2norm: q, k <- x rsqrt(sum
-        x^2 + 1e-6). allow_neg_eigval doubles
-        beta.
+        after each token, at row n, or at row intermediate_state_indices[n]. Whether the final state
+        is written too depends on disable_state_update alone.
+    ssm_state_indices: [B, 1+S]: the state after token t goes to slot [n, t]. The state to start from
+        is in column clamp(num_accepted_tokens[n], 1, 1+S) - 1, without num_accepted_tokens in
+        column 0. Nothing else is written, unless output_state_indices is given.
+    cu_seqlens: [B+1], for ragged batches: q, k, v, gates and output are packed rows [1, total, ...]
+        of requests with 0 to max_tokens tokens (at most 16, the default). Rows beyond
+        cu_seqlens[-1] are left alone. A longer request is cut where the compiled object ends
+        (max_tokens on the CPU, 8 or 16 on CUDA), so that nothing outside the tensors is touched.
+    scale: of q, by default K**-0.5; finite, as every number here.
+    use_qk_l2norm: q and k are normalised, x <- x rsqrt(sum x^2 + 1e-6).
+    allow_neg_eigval: doubles beta.
     batch_invariant: one variant for all batch sizes, so that a token does not depend on the batch
-        it is decoded in. A variant gives the
-        same bits at any B and place in it; two variants need not, even where they sum in the same
-        order: compilers fuse differently.
-    output: [B, T, HV, V] of q's dtype to write to; None allocates a fresh tensor each call.
+        it is decoded in. A variant gives the same bits at any B and any place in it; two variants
+        need not, even where they sum in the same order, since compilers fuse differently.
+    output: [B, T, HV, V] of q's dtype, to write to; None allocates a fresh tensor in each call.
 
     Decode has no gradient: where gradients are on, inputs and states that require one are refused.
-        A_log and dt_bias may require one.
-    Raises UnsupportedProblem (a ValueError) naming the argument, what was given and what is
-    accepted. Values on the device are not checked
-    (that would synchronise); GDNTUNE_CHECK=1 in the environment checks indices, counts and
-    duplicates on the host.
+    A_log and dt_bias may require one.
+    Raises UnsupportedProblem (a ValueError) that names the argument, what was given and what is
+    expected. Values on the device are not looked at, which would synchronise; GDNTUNE_CHECK=1 in
+    the environment checks indices, counts and duplicates on the host.
     Formula: Gated Delta Networks (arXiv 2412.06464), eq. 10, in the recurrent form.
     """
     raw = g is None
@@ -173,15 +164,16 @@ def gated_delta_rule_packed_decode(
     batch_invariant: bool = False,
     output: Tensor | None = None,
 ) -> Tensor:
-    """One token for each of B requests, q, k and v side by side in one tensor: the call that vLLM
-    and SGLang make for plain decode.
+    """Gated DeltaNet decode of one token for each of B requests, with q, k and v side by side in one
+    tensor: the call that vLLM and SGLang make for plain decode. Returns the output [B, 1, HV, V].
 
-    mixed_qkv: [B, 2 H K + HV V], rows at any stride; a, b: [B, HV]; A_log, dt_bias: [HV];
-        initial_state: a pool [slots, HV, V, K]
-    (v_last: [slots, HV, K, V]), updated in place at initial_state_indices [B]. Slot 0 is padding
-    unless null_index says otherwise, and so
-    is every negative index. Returns [B, 1, HV, V]. The rest, static and dynamic arguments and
-    errors are as in `gated_delta_rule_decode`.
+    mixed_qkv: [B, 2 H K + HV V], rows at any stride.
+    a, b: [B, HV]; A_log, dt_bias: [HV]: raw gates.
+    initial_state: a pool [slots, HV, V, K] (v_last: [slots, HV, K, V]), updated in place.
+    initial_state_indices: [B]: the slot to read and write. Slot 0 is padding unless null_index says
+        otherwise, and so is every negative index.
+
+    The other arguments, what is static, ownership and errors are as in `gated_delta_rule_decode`.
     """
     try:
         if A_log is None or dt_bias is None or initial_state_indices is None:
@@ -233,18 +225,18 @@ def kda_decode(
     output: Tensor | None = None,
 ) -> Tensor:
     """Kimi Delta Attention decode: as `gated_delta_rule_decode`, with one decay for each key
-    dimension; returns [B, T, HV, V].
+    dimension. Returns the output [B, T, HV, V].
 
-    g: [B, T, HV, K]. Without A_log it is the log decay; with A_log and dt_bias the gate is
-        -exp(A_log) softplus(g + dt_bias), and with
-    lower_bound (static: its presence; dynamic: its value) lower_bound * sigmoid(exp(A_log) (g +
-    dt_bias)).
-    No NaN arises, also where exp(A_log) leaves fp32, as long as g + dt_bias is an fp32 number.
-    A_log: one a value head [HV] or one a q/k head [H]. dt_bias: one a value head and k, [HV, K], or
-        one a q/k head and k, [H, K]; flat
-    [HV*K] and [H*K] are viewed so.
-    beta: [B, T, HV], or its logit b. Every other argument, what is static, ownership and errors are
-        as in `gated_delta_rule_decode`.
+    g: [B, T, HV, K]. Without A_log it is the log decay. With A_log and dt_bias the log decay is
+        -exp(A_log) softplus(g + dt_bias), and with lower_bound too it is
+        lower_bound * sigmoid(exp(A_log) (g + dt_bias)). The result is a number as long as
+        g + dt_bias is an fp32 number, also where exp(A_log) leaves fp32.
+    A_log: [HV], one a value head, or [H], one a q/k head.
+    dt_bias: [HV, K] or [H, K]; flat [HV*K] and [H*K] are viewed so.
+    lower_bound: that it is given is static, its value is not.
+    beta: [B, T, HV], or its logit b.
+
+    The other arguments, what is static, ownership and errors are as in `gated_delta_rule_decode`.
     Formula: Kimi Linear (arXiv 2510.26692), eq. 1, in the recurrent form.
     """
     if (A_log is None) != (dt_bias is None):
