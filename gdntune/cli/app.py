@@ -35,6 +35,7 @@ from gdntune.cli.common import (
     Where,
     config_of,
     devices_of,
+    indices,
     io_fault,
     policy_of,
     print_json,
@@ -98,6 +99,12 @@ def sweep(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", metavar="", help="Say what the sweep would take, and stop.")
     ] = False,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            help="With --dry-run: for a GPU that is not here, as h20, 'H100 PCIe', sm_90a."
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for journal, table and report; default results/NAME."),
@@ -136,7 +143,15 @@ def sweep(
 
     wanted = config_of(config, part, own_kernels, batch=batch, tokens=tokens, heads=heads)
     judged = [load(path) for path in table or ()]
-    shared, found = devices_of(wanted, device, index, devices, executor)
+    if arch and not dry_run:
+        raise UnsupportedProblem(
+            f"--arch {arch} without --dry-run: a sweep times the device that is here; add --dry-run,"
+            " or compile for it: `gdntune compile CONFIG --arch NAME`"
+        )
+    if arch:
+        shared, found = indices(devices, executor), target_of(arch)
+    else:
+        shared, found = devices_of(wanted, device, index, devices, executor)
     folder = out or Path("results") / wanted.name
     store = Store(bundles=bundle or ())
     size = estimate(wanted, found, store, jobs, max(1, len(shared)))
@@ -322,7 +337,11 @@ def _print_summary(made: "Report", notes: list[str], folder: Path, files: list[s
 def compile_(
     config: ConfigFile,
     arch: Annotated[
-        str, typer.Option(help="sm_90a, sm_100a, ...; cpu: this CPU; native: the device at hand.")
+        str,
+        typer.Option(
+            help="sm_90a, sm_100a, ..., or a GPU's name, as h20; cpu: this CPU; native: the device"
+            " at hand."
+        ),
     ],
     part: PartNames = None,
     own_kernels: OwnKernels = None,
@@ -434,7 +453,9 @@ def expect(
             metavar="CONFIG...", help="YAML files, or names of shipped configs: what to compile."
         ),
     ],
-    arch: Annotated[str, typer.Option(help="The GPU that is not here: sm_100a, sm_103a, ...")],
+    arch: Annotated[
+        str, typer.Option(help="The GPU that is not here: sm_100a, sm_103a, ..., or its name.")
+    ],
     journal: Annotated[
         list[Path],
         typer.Option(
@@ -452,6 +473,7 @@ def expect(
         Path | None, typer.Option(help="Write to this Markdown file instead of the terminal.")
     ] = None,
     jobs: Jobs = None,
+    as_json: AsJson = False,
 ) -> None:
     """Estimate a GPU that is not here: registers and occupancy of every variant, and times by a model.
 
@@ -465,7 +487,7 @@ def expect(
     from gdntune.report.expect import expectations
     from gdntune.report.markdown import markdown
     from gdntune.results import journal as journals
-    from gdntune.results.expect import Model
+    from gdntune.results.expect import Model, expected_times
     from gdntune.results.published import published
     from gdntune.results.table import refuse_tables
     from gdntune.tuning.plan import plan_objects
@@ -492,6 +514,26 @@ def expect(
     text = markdown(page)
     if out:
         atomic_write(out, text.encode())
+    if as_json:
+        print_json(
+            {
+                "device": target,
+                "from": model.source,
+                "objects": [
+                    {
+                        "variant": r.variant.id,
+                        "contract": r.contract.key(),
+                        "registers": r.registers,
+                        "spill_bytes": r.spill_bytes,
+                        "occupancy": r.occupancy._asdict(),
+                    }
+                    for r in found
+                ],
+                "failed": [{"name": b.spec.name, "reason": b.reason} for b in failed],
+                "expected": expected_times(model, [p for c in wanted for p in c.problems()]),
+            }
+        )
+    elif out:
         typer.echo(f"{len(found)} objects for {target.arch}, {len(failed)} failed: {out}")
     else:
         typer.echo(text)

@@ -254,12 +254,13 @@ def numbers(
 
 
 def target_of(name: str) -> "Device":
-    """The device to compile for."""
-    from gdntune.device import arch
+    """The device to compile or plan for: by its arch, or a GPU by its name."""
+    from gdntune.device import arch, gpus
 
     if name in ("cpu", "native"):
         return arch.detect("cpu" if name == "cpu" else "auto")
-    return arch.target(name)
+    # `sm_91` is a mistyped arch, not a GPU's name
+    return arch.target(name) if name.lower().startswith("sm_") else gpus.named(name)
 
 
 def terminal() -> "Console":

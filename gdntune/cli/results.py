@@ -78,6 +78,7 @@ def report_(
             help="Show the choices of `gdntune replay --regret` instead of the sweep's table.",
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what sweeps found: times, share of the DRAM's peak, time over the floor, which variant
     was chosen.
@@ -91,6 +92,11 @@ def report_(
     from gdntune.results.table import refuse_tables
 
     refuse_tables(runs)
+    if as_json and (form or out or against):
+        raise UnsupportedProblem(
+            "--json with --format, --out or --against: it is one document on standard output;"
+            " leave them out"
+        )
     suffix = {".md": "md", ".csv": "csv", ".html": "html"}.get(
         out.suffix if out else "", "terminal"
     )
@@ -108,6 +114,9 @@ def report_(
         runs, [published(name) for name in dict.fromkeys(against or ())], baseline, regret
     )
     _refuse_empty(runs, made)
+    if as_json:
+        print_json(made.values())
+        return
     if form == "kernel-tuner" or form == "flashinfer-bench":
         _export(made, form, out or _beside(runs[0], f"-{form}"))
         return
@@ -461,6 +470,7 @@ def table_merge(
         Literal["first", "second"] | None,
         typer.Option(help="Which table's rule is kept where the choices differ."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make one table of two: all rules of both; where their choices differ it is refused, unless
     --prefer says which to keep.
@@ -469,6 +479,9 @@ def table_merge(
 
     made = merge.merge(table.load(a), table.load(b), prefer)
     table.save(made, out)
+    if as_json:
+        print_json({"out": str(out), "rules": len(made.rules), "variants": list(made.variants)})
+        return
     typer.echo(f"{out}: {len(made.rules)} rules, {len(made.variants)} variants")
 
 

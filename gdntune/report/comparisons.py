@@ -80,12 +80,13 @@ def diff_document(found: Differences, title: str) -> Document:
     if n:
         rows = tuple(
             (
-                d.contract,
+                # said once a contract
+                d.contract if i == 0 or d.contract != found.choices[i - 1].contract else "",
                 d.a or "no rule",
                 d.b or "no rule",
                 f"{d.first} on" if d.last is None else f"{d.first} to {d.last}",
             )
-            for d in found.choices
+            for i, d in enumerate(found.choices)
         )
         blocks.append(Grid("", ("contract", "A", "B", "work units"), rows, left=3))
     return Document(title, (Section("Summary", tuple(blocks)),))

@@ -69,6 +69,26 @@ class Report:
             for summary in compared(self.frame[self.frame["run"] == s.name], s.records)
         ]
 
+    def values(self) -> dict[str, Any]:
+        """What was found, as plain values: the runs, the chosen variant's row of each cell with the
+        columns of `csv`, and the peers. A value that there is none of is None.
+        """
+        runs = [
+            {
+                "name": s.name,
+                "device": s.run.device,
+                "policy": s.run.policy,
+                "started": s.run.started,
+                "cells": s.cells,
+                "left": s.left,
+                "notes": s.notes,
+            }
+            for s in self.sources
+        ]
+        chosen = self.frame[self.frame["chosen"]]
+        rows = chosen.astype(object).where(chosen.notna(), None).to_dict("records")
+        return {"runs": runs, "chosen": rows, "peers": self.peers()}
+
     def markdown(self) -> str:
         """The report for GitHub; tables are at most 100 columns wide."""
         return markdown(self.document)

@@ -1,5 +1,7 @@
 """A document in the terminal, its cells coloured by their share of the DRAM's speed of light."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -11,8 +13,8 @@ from gdntune.report.document import Bullets, Code, Document, Grid, Text
 SHADES = ((0.85, "green"), (0.7, "yellow"), (0.5, "dark_orange"), (0.0, "red"))
 
 
-# To so many columns of text a column of words may shrink.
-FOLDED = 16
+# To so many columns of text a column of words may shrink: to the second where the first has no room.
+FOLDED, NARROW = 16, 11
 
 
 def shade(share: float | None) -> str:
@@ -45,7 +47,7 @@ def print_document(
             else:
                 if block.caption:
                     console.print(Styled(block.caption, "italic"))
-                table, least = _table(block, folds)
+                table, least = _table(block, width if folds else None)
                 # A console gives no print more than its own width, and a table without room loses
                 # columns.
                 console.width = max(least, width)
@@ -64,16 +66,23 @@ def _plain(text: str) -> Styled:
     return Styled(text.replace("`", ""))
 
 
-def _table(grid: Grid, folds: bool) -> tuple[Table, int]:
-    """A grid, and the columns of text that it needs: words go on in the next line where there is no
-    room, or not, numbers are never cut.
+def _table(grid: Grid, width: int | None) -> tuple[Table, int]:
+    """A grid, and the columns of text that it needs. Where `width` has no room, words go on in the
+    next line, in headers too; numbers are never cut. width: None where nothing is folded.
     """
     table = Table(box=None, pad_edge=False)
-    widths = [max(map(len, column)) for column in zip(grid.headers, *grid.rows, strict=True)]
-    least = [min(w, FOLDED) if folds and i < grid.left else w for i, w in enumerate(widths)]
-    for i, header in enumerate(grid.headers):
+    headers, least = grid.headers, _widths(grid.headers, grid, None)
+    if width is not None:
+        least = _widths(headers, grid, FOLDED)
+        for folded in (FOLDED, NARROW):
+            if _whole(least) > width:
+                headers = tuple(h.replace(" ", "\n") for h in grid.headers)
+                least = _widths(headers, grid, folded)
+    for i, header in enumerate(headers):
         if i < grid.left:
-            table.add_column(Styled(header), overflow="fold", no_wrap=not folds, min_width=least[i])
+            table.add_column(
+                Styled(header), overflow="fold", no_wrap=width is None, min_width=least[i]
+            )
         else:
             table.add_column(Styled(header), justify="right", no_wrap=True, min_width=least[i])
     for i, row in enumerate(grid.rows):
@@ -81,7 +90,19 @@ def _table(grid: Grid, folds: bool) -> tuple[Table, int]:
         table.add_row(
             *(Styled(cell.replace("`", ""), shade(s)) for cell, s in zip(row, shades, strict=True))
         )
-    return table, sum(least) + 2 * (len(least) - 1)
+    return table, _whole(least)
+
+
+def _widths(headers: Sequence[str], grid: Grid, folded: int | None) -> list[int]:
+    """The least columns of text of each column; of one of words at most `folded`."""
+    lines = ([max(map(len, h.split("\n"))) for h in headers], *(map(len, r) for r in grid.rows))
+    widths = [max(column) for column in zip(*lines, strict=True)]
+    return [w if folded is None or i >= grid.left else min(w, folded) for i, w in enumerate(widths)]
+
+
+def _whole(widths: Sequence[int]) -> int:
+    """A line's columns of text, with two between its cells."""
+    return sum(widths) + 2 * (len(widths) - 1)
 
 
 def _legend() -> Styled:

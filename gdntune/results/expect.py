@@ -19,7 +19,7 @@ and equal latencies are supposed. Arithmetic that the transfer hid there may sho
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gdntune import sol
 from gdntune.device.arch import Device
@@ -152,6 +152,21 @@ class Model:
         if high in (low, at):
             return times[high]
         return times[low] + (times[high] - times[low]) * (at - low) / (high - low)
+
+
+def expected_times(model: Model, problems: Iterable[Problem]) -> list[dict[str, Any]]:
+    """The model's times at cells, as plain values; a cell that no journal's load reaches is left
+    out.
+    """
+    rows = []
+    for p in problems:
+        line = model.line(p.contract, "cold-clean")
+        found = line and model.expected(line, p.work_units)
+        if line and found:
+            times = {name: round(us, 3) for name, us in found._asdict().items()}
+            cell = {"contract": p.contract.key(), "B": p.B, "H": p.H, "HV": p.HV}
+            rows.append({**cell, **times, "l2": line.l2})
+    return rows
 
 
 def _plain(c: Contract) -> Contract:

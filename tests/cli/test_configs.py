@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from gdntune import search
 from gdntune.cli.app import app
+from gdntune.cli.common import target_of
 from gdntune.cli.doctor import put_to_use
 from gdntune.device import gpus
 from gdntune.errors import UnknownName
@@ -55,6 +56,22 @@ def test_dry_run_writes_nothing(tmp_path, monkeypatch):
     assert found["config"] == "quickstart.b1-4" and found["cells"] == 8
     assert 0 < found["minutes"] < 60 and found["missing"] <= found["objects"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_arch_is_a_gpus_name_too(tmp_path):
+    """`--arch` takes a GPU's name wherever it takes an arch; a sweep takes it with --dry-run
+    alone. A slice of a card is not the card.
+    """
+    asked = ("quickstart", "--batch", "1", "--json")
+    h20 = json.loads(run("sweep", *asked, "--dry-run", "--arch", "h20").stdout)["device"]
+    assert (h20["name"], h20["arch"], h20["sm_count"]) == ("NVIDIA H20", "sm_90a", 78)
+    assert target_of("H100 PCIe").peak_gb_s == 2039.0 and target_of("sm_100a").sm_count == 148
+    timed = run("sweep", *asked, "--arch", "h20", "--out", tmp_path / "x")
+    assert timed.exit_code == 2 and "add --dry-run" in timed.stderr
+    with pytest.raises(UnknownName, match="no arch is called 'sm_91'"):
+        target_of("sm_91")
+    with pytest.raises(UnknownName, match="no GPU is known as 'H100 MIG 1g.10gb'"):
+        target_of("H100 MIG 1g.10gb")
 
 
 @pytest.mark.parametrize(

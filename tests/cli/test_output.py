@@ -1,5 +1,7 @@
 """Output that fails: full disks and narrow encodings give one message and exit code 2."""
 
+import io
+import json
 import os
 import shutil
 import subprocess
@@ -7,10 +9,14 @@ import sys
 
 import pytest
 import synthetic
+from rich.console import Console
 from typer.testing import CliRunner
 
 from gdntune.cli.app import app
 from gdntune.cli.progress import Lines
+from gdntune.report import comparisons, judgements, tables
+from gdntune.report.terminal import print_document
+from gdntune.results import journal, judge, merge, table
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +113,45 @@ def test_a_folder_deleted_in_mid_sweep(when, tmp_path, monkeypatch):
     assert not folder.exists()
     # one check is two variants' records at once
     assert steps.count(when) == {"compile": 1, "check": 1, "time": 1, "the end": 0}[when]
+
+
+def test_json_of_reports_and_merges(sweep, tmp_path):
+    """report, table merge and expect print one JSON document with --json."""
+    made = json.loads(gdntune("report", sweep, "--json").stdout)
+    assert {"runs", "chosen", "peers"} == made.keys()
+    assert made["runs"][0]["device"]["arch"] == "sm_90a"
+    assert len(made["chosen"]) == made["runs"][0]["cells"] and made["chosen"][0]["median_us"] > 0
+    both = gdntune("report", sweep, "--json", "--format", "md")
+    assert both.returncode == 2 and b"one document on standard output" in both.stderr
+    table = sweep / "table.json"
+    said = gdntune("table", "merge", table, table, "-o", tmp_path / "t.json", "--json")
+    assert json.loads(said.stdout)["rules"] > 0
+
+
+def printed(document, width):
+    """The lines of a document in a terminal of a width."""
+    out = io.StringIO()
+    print_document(document, Console(file=out, width=width), details=True)
+    return out.getvalue().splitlines()
+
+
+def test_nothing_wraps_at_80_columns(sweep):
+    """Fault: the tables of judge and `table diff` needed 85 to 100 columns, so that a terminal of
+    80 broke each line.
+    """
+    run, records = journal.read(sweep)
+    judged = judge.judge(table.load(sweep / "table.json"), records, run, about="t")
+    other = synthetic.write(
+        sweep.parent / "swapped", run, synthetic.records(run, batches=(1, 64), swap=1)
+    )
+    found = table.load(sweep / "table.json")
+    apart = merge.diff(found, table.load(other / "table.json"))
+    assert apart.choices
+    documents = [
+        judgements.judgement_document(judged, "t"),
+        comparisons.diff_document(apart, "a, b"),
+        tables.table_document(found, "t"),
+    ]
+    for document in documents:
+        lines = printed(document, 80)
+        assert [line for line in lines if len(line.rstrip()) > 80] == []
