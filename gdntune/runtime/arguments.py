@@ -125,7 +125,7 @@ def check_numbers(
     """UnsupportedProblem for a number that fp32 does not hold, or with which a gate is NaN or
     grows, and for a flag that is none.
     """
-    # tensors are no numbers: to read one would synchronise
+    # Tensors are no numbers: to read one would synchronise.
     for name, x, least, most, accepted in (
         (
             "scale",
@@ -173,7 +173,7 @@ def _is_integer(x: Any, least: int, most: int) -> bool:
 def _check_flags(**flags: Any) -> None:
     for name, x in flags.items():
         # 1 and numpy's True are flags too: a key of a dictionary, by which calls are found again,
-        # cannot tell them from True
+        # cannot tell them from True.
         if isinstance(x, torch.Tensor) or not isinstance(x, Hashable) or x not in (True, False):
             raise UnsupportedProblem(f"{shown(name, x)}: expected True or False")
 
@@ -241,7 +241,9 @@ def faults(contract: Contract, values: tuple[Any, ...]) -> Iterator[str]:
             and arguments[name] is arguments["read_index"]
             and arguments[name] is not None
         ):
-            continue  # by default the slot read is written: the caller has not passed it, and it is looked at already
+            # By default the slot that is read is written: the caller has not passed this one, and
+            # the other is looked at already.
+            continue
         public, x = public_name(name, contract), arguments[name]
         if x is None:
             yield f"{public} is None: expected a tensor {_shape(shape)}"
@@ -283,6 +285,8 @@ def _shape(shape: tuple[str | int, ...]) -> str:
 def _stride_fault(name: str, x: Any, contract: Contract) -> str | None:
     """What is wrong with strides or alignment."""
     itemsize = x.element_size()
+    # How many inner dimensions a kernel takes as contiguous; the outer ones have strides of their
+    # own.
     inner = {"state": 3, "intermediate": 3, "q": 2, "k": 2, "v": 2, "output": 2}.get(name, 0)
     if name == "a" and contract.op == "kda_decode":
         inner = 2
@@ -290,6 +294,7 @@ def _stride_fault(name: str, x: Any, contract: Contract) -> str | None:
         inner = 2
     expected = 1
     for d in range(x.dim() - 1, x.dim() - 1 - inner, -1):
+        # A dimension of size 1 has any stride in torch, and none that counts.
         if x.shape[d] != 1 and x.stride(d) != expected:
             return (
                 f"expected contiguous inner dimensions (stride {expected} at dimension {d});"
@@ -316,6 +321,7 @@ def refusal(contract: Contract, values: tuple[Any, ...], error: Exception) -> Gd
     found = list(faults(contract, values))
     if found:
         return UnsupportedProblem("; ".join(found))
+    # Nothing here knows the fault, so the compiled function's own words are the best there are.
     if isinstance(error, (TypeError, ValueError)):
         return UnsupportedProblem(f"the compiled {contract.op} refused its arguments: {error}")
     return GdntuneError(f"{contract.op} failed: {type(error).__name__}: {error}")
@@ -363,6 +369,7 @@ def _slot_conflicts(
 
     start = list(read)
     for n, row in enumerate(columns):
+        # As the kernels clamp it.
         start.append(row[min(max(accepted[n], 1), len(row)) - 1 if accepted else 0] if row else -1)
     named = public_name(
         "read_index" if arguments["write_index"] is arguments["read_index"] else "write_index", c
@@ -372,14 +379,17 @@ def _slot_conflicts(
     for n, row in enumerate(columns):
         tokens = max(bounds[n + 1] - bounds[n], 0) if c.ragged else arguments["q"].shape[1]
         writes += [(n, f"ssm_state_indices[{n}, {t}]", i) for t, i in enumerate(row[:tokens])]
+    # Padding writes nothing, whatever slot its write index names.
     live = [(n, name, i) for n, name, i in writes if names_slot(start[n]) and names_slot(i)]
     seen: dict[int, tuple[int, str]] = {}
     for n, name, i in live:
         if i in seen and seen[i][0] != n:
             yield (
-                f"{name} is {i}, as is {seen[i][1]}: two requests would write one slot; accepted"
-                " are distinct slots"
+                f"{name} is {i}, as is {seen[i][1]}: two requests would write one slot; expected"
+                " distinct slots"
             )
+        # Two columns of one request may name one slot: its tokens are written in order, so the last
+        # stays.
         seen.setdefault(i, (n, name))
     for m, i in enumerate(start):
         if names_slot(i) and i in seen and seen[i][0] != m:

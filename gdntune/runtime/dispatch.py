@@ -1,9 +1,8 @@
 """The runtime: finds a table's row for a contract, loads the function once, hands it out.
 
 Tables are looked for in this order: `load_table(path)` or GDNTUNE_TABLE; the user's; the shipped
-    one of this device; the shipped one
-of the nearest device, with a warning; else each kernel's own default rule. Nothing is decided
-twice: a contract is bound once.
+one of this device; the shipped one of the nearest device, with a warning; else each kernel's own
+default rule. Nothing is decided twice: a contract is bound once.
 """
 
 import bisect
@@ -81,6 +80,7 @@ def _log_as_asked() -> None:
         raise UnsupportedProblem(
             f"GDNTUNE_LOG={level!r}: expected one of debug, info, warning, error"
         )
+    # On gdntune's own logger: the application's handlers stay as they are.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     log.addHandler(handler)
@@ -97,7 +97,7 @@ class Runtime:
     """The tables, objects and bound functions of one device in this process.
 
     device: what runs; store: where compiled objects are. Neither is closed; a process keeps one
-        runtime a device.
+    runtime a device.
     """
 
     def __init__(self, device: Device, store: Store | None = None):
@@ -158,18 +158,21 @@ class Runtime:
                 return Source(loaded, Path(given), "GDNTUNE_TABLE")
         own = f"{self.device.slug}/{op}.json"
         for folder, why in ((user_tables(), "the user's"), (shipped_tables(), "shipped")):
-            if os.path.exists(folder / own):  # False where one may not look
+            # os.path.exists is False where one may not look; Path.exists raises.
+            if os.path.exists(folder / own):
                 return Source(table.load(folder / own), folder / own, why)
         return self._nearest(op)
 
     def _nearest(self, op: Op) -> Source | None:
         """The shipped table of the device most like this one, by SMs and DRAM peak."""
         there = sorted(shipped_tables().glob(f"*/{op}.json"))
+        # Of each table its device alone, which takes a tenth of the time of the whole.
         others = [(p, d) for p in there if (d := table.device_of(p)).kind == self.device.kind]
         if not others:
             return None
 
         def distance(d: Device) -> float:
+            # Ratios of both, added: a GPU with twice the SMs and half the bandwidth is no near one.
             apart = abs(math.log(d.sm_count / self.device.sm_count))
             if d.peak_gb_s and self.device.peak_gb_s:
                 apart += abs(math.log(d.peak_gb_s / self.device.peak_gb_s))
@@ -203,7 +206,7 @@ class Runtime:
             found = self._from_table(source, contract)
         if found:
             return found
-        # the default rule, sampled at powers of two: it is a staircase of a few steps
+        # The default rule, sampled at powers of two: it is a staircase of a few steps
         for exponent in range(20):
             variant = kernels.default(contract, 1 << exponent, self.device)
             if not found or found[-1].variant != variant:
@@ -211,6 +214,8 @@ class Runtime:
         return found
 
     def _from_table(self, source: Source, contract: Contract) -> list[Choice]:
+        # Nearest first; a rule with any variant that cannot serve the contract is passed over
+        # whole.
         for rule in source.table.ranked(contract):
             found = [
                 Choice(
@@ -241,6 +246,8 @@ class Runtime:
             choices = self.choices(contract)
             if batch_invariant:
                 choices = [
+                    # The variant of the largest sizes serves all: there a wrong choice costs the
+                    # most time.
                     choices[-1]._replace(
                         first=1,
                         why=choices[-1].why + "; batch_invariant: one variant for all sizes",
@@ -308,7 +315,7 @@ class Bound:
                 f" gdntune.prepare with this contract before: {self.contract!r}"
             )
         function = self.runtime.functions(self.contract, [self.choices[i].variant])[0]
-        # the same variant may serve several intervals
+        # The same variant may serve several intervals
         for j, c in enumerate(self.choices):
             if c.variant == self.choices[i].variant:
                 self._functions[j] = function

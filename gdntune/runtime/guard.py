@@ -56,7 +56,7 @@ def _manager(given: tuple[Any, ...], patterns: Mapping[int, Pattern]) -> Guard |
                 place.add_none_match_guard([""], None)
             else:
                 keys = torch._C._dispatch_keys(x)
-                # annotated as list[int], its C++ takes None too
+                # Annotated as list[int], its C++ takes None too.
                 sizes, strides = (cast(Any, w) for w in wanted)
                 place.add_tensor_match_guard(x, sizes, strides, "x", [""], None, type(x), keys)
         return root.check if root.check(given) else None

@@ -46,6 +46,7 @@ def load_table(path: str | os.PathLike[str], device: str | None = None, index: i
             " table's file"
         )
     if device is None:
+        # Read twice, once here: which runtime is asked is decided by the table's device.
         of = table.load(path).device
         given = f"{os.fspath(path)} was measured on {of.name}, of kind {of.kind}"
         found = _runtime(
@@ -54,6 +55,7 @@ def load_table(path: str | os.PathLike[str], device: str | None = None, index: i
     else:
         found = _runtime(device, index)
     found.use(path)
+    # Records hold functions of the table before.
     call.forget()
 
 

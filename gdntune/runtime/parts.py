@@ -25,7 +25,7 @@ def in_parts(function: Callable[..., Any], contract: Contract) -> Callable[..., 
             last = min(first + MAX_REQUESTS, B)
             part = {f: x[first:last] for f in own if (x := getattr(t, f)) is not None}
             if contract.ragged:
-                # offsets into the same tokens, the end of the last request among them
+                # Offsets into the same tokens, the end of the last request among them.
                 part["cu_seqlens"] = t.cu_seqlens[first : last + 1]
             function(*t._replace(**part), *numbers)
 

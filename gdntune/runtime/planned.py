@@ -70,8 +70,9 @@ def make_plan(bound: Bound, batches: int, HV: int, given: dict[str, Any]) -> Pla
     settings = _settings(c, given)
     numbers = contracts.numbers(settings, c.K)
     scale, softplus_beta, threshold, lower_bound, beta_scale, null_index, l2norm = numbers
+    # One for each B, so that a call looks nothing up but a list; 0 is there for the index alone.
     functions: list[Function] = [bound.at(max(B, 1) * HV) for B in range(batches + 1)]
-    # a ragged call's B is not q's first size: it goes by the largest batch
+    # A ragged call's B is not q's first size: it goes by the largest batch.
     single = c.ragged or all(f is functions[1] for f in functions)
     for B in range(parts.MAX_REQUESTS + 1, batches + 1):
         functions[B] = parts.in_parts(functions[B], c)
@@ -107,13 +108,14 @@ def make_plan(bound: Bound, batches: int, HV: int, given: dict[str, Any]) -> Pla
                 _look(tensors, settings, numbers, c, batches, HV)
                 known = True
             function = functions[q.shape[0]] if only is None else only
-            # each by its place: a tuple that is made first and unpacked takes 0.3 us longer
+            # Each by its place: a tuple that is made first and unpacked takes 0.3 us longer
             function(
                 initial_state, q, k, v, gate, beta, A_log, dt_bias, initial_state_indices,
                 output_state_indices, slot_indices, num_accepted_tokens, cu_seqlens,
                 intermediate_states_buffer, output, scale, softplus_beta, threshold, lower_bound,
                 beta_scale, null_index, l2norm,
             )  # fmt: skip
+        # Only a list that is too short raises it: the check costs right calls nothing.
         except IndexError:
             raise UnsupportedProblem(
                 f"{q.shape[0]} requests: expected at most {batches}, this plan's B"

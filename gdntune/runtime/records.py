@@ -87,6 +87,8 @@ class Records:
         """Keeps what a call came to, for calls whose tensors fit the patterns."""
         fits = guard(given, patterns)
         if fits is None:
+            # The same tensor in two places is a call that the guards cannot hold; it is no fault of
+            # this torch.
             distinct = {id(given[i]) for i, p in patterns.items() if p is not None}
             if len(distinct) == sum(p is not None for p in patterns.values()):
                 warn_once(
@@ -98,6 +100,7 @@ class Records:
             settings, same, fits, found.adapt, found.function, found.numbers, found.contract
         )
         with LOCK:
+            # All at once: which are old is not known, and to count that would cost every call.
             if len(self._by_key) >= MOST_KEYS:
                 self._by_key.clear()
             self.recent = record

@@ -54,6 +54,7 @@ def run(t: Tensors, s: Settings) -> Tensor:
     except (NotImplementedError, AssertionError) as e:
         raise UnsupportedProblem(f"{s.op}: {special(t)}, and it refuses the call: {e}") from e
     except RuntimeError as e:
+        # torch has no class of its own for this; all else is the kernel's, and is raised as it is.
         if "functionaliz" not in str(e):
             raise
         raise UnsupportedProblem(
