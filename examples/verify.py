@@ -1,6 +1,6 @@
 """Speculative decoding: T drafts per request in one call, then only some of them are accepted.
 
-Three ways, by what is written. Runs on a GPU where torch finds one, else on the CPU:
+Four ways, by what is written. Runs on a GPU where torch finds one, else on the CPU:
 python examples/verify.py
 """
 
@@ -58,6 +58,23 @@ def main() -> None:
         num_accepted_tokens=accepted.int(), disable_state_update=True,
     )  # fmt: skip
     print("next step", list(following.shape), "starts from the accepted states")
+
+    # 4. The raw window: verifying reads the states, and one call folds what was accepted into those
+    #    of all layers. It owns states and inputs; here of one layer.
+    problem = gdntune.Problem(gdntune.Contract(tokens=T, state_dtype="fp32"), B, H, HV)
+    window = gdntune.RawWindow(
+        problem, layers=1, slots=B, A_log=A_log[None], dt_bias=dt_bias[None], device=device
+    )
+    window.state(0).copy_(start)
+    verified = window.verify(0, q, k, v, a, b, rows)
+    window.commit(rows, accepted)
+    print(
+        "a raw window",
+        f"{window.bytes / 2**20:.1f} MiB",
+        "- outputs agree:",
+        _close(verified, alone),
+    )
+    print("the committed state is the same:", _close(window.state(0), kept))
 
 
 def _close(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ _PUBLIC = {
     "prepare": "gdntune.runtime.loading",
     "load_table": "gdntune.runtime.loading",
     "table_hash": "gdntune.runtime.loading",
+    "RawWindow": "gdntune.runtime.drafts",
     "Plan": "gdntune.runtime.planned",
     "Contract": "gdntune.problem",
     "Problem": "gdntune.problem",

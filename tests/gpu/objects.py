@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
 import drift
+import test_drafts
 import test_faults
 import test_faults_gpu
 import test_kda
@@ -138,6 +139,7 @@ def contracts() -> list[Contract]:
     """Every contract that the tests of the public functions and of the runtime call, each once."""
     tested = [
         *test_ops.CONTRACTS.values(),
+        *test_drafts.CONTRACTS,
         *test_faults.CONTRACTS,
         *test_properties.CONTRACTS,
         *test_kda.CONTRACTS,
