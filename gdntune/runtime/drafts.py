@@ -281,8 +281,8 @@ class RawWindow:
             given |= {"A_log": self._A_log[heads], "dt_bias": self._dt_bias[heads]}
         if self.kda:
             return ops.kda_decode(q, x.k, x.v, x.gate, lower_bound=self._lower_bound, **given)
-        gate = "a" if c.has_parameters else "g"
-        return ops.gated_delta_rule_decode(q, x.k, x.v, **{gate: x.gate}, **given)
+        given["a" if c.has_parameters else "g"] = x.gate
+        return ops.gated_delta_rule_decode(q, x.k, x.v, **given)
 
     def _requests(self, name: str, indices: Tensor) -> int:
         if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.is_floating_point():
@@ -323,7 +323,7 @@ class RawWindow:
         return found
 
 
-def _fault(problem: Problem, layers: int, slots: int) -> str | None:
+def _fault(problem: Any, layers: Any, slots: Any) -> str | None:
     """Why there can be no window of these sizes, or None."""
     if not isinstance(problem, Problem):
         return f"problem is of type {type(problem).__name__}: expected a gdntune.Problem"
