@@ -54,6 +54,16 @@ def noise_guard():
         yield guard
 
 
+@pytest.fixture(scope="session", autouse=True)
+def choices_are_timed_once():
+    """Sweeps of tests time their choices again only where a config asks for it."""
+    from gdntune.tuning import cells
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cells, "fresh_rounds", lambda search: search.fresh_rounds or 0)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def noise_is_seen(request, monkeypatch, noise_guard):
     """Tests marked `noise` have the guard as it is."""

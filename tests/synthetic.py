@@ -84,7 +84,7 @@ def cell(problem: Problem, header: Run, *, slow: float = 1.0, favoured: int = 0)
             samples_us=_samples(floor_us, 20),
         )
     )
-    clocks = {"sm_mhz": 1980, "event_reasons": ["sw_power_cap"]}
+    clocks = {"sm_mhz": 1980, "event_reasons": []}
     return [
         *found,
         Cell(

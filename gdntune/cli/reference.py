@@ -73,6 +73,8 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "keep": "leaders timed again",
         "final_rounds": "samples of each leader",
         "placements": "sets of tensors, elsewhere in memory, that share the final rounds",
+        "fresh_rounds": "samples of each choice once it was made, and of its rivals: the table's evidence; 0: none",
+        "precision": "once choices are made, rounds go on until the 95% intervals of ratios to them are this narrow; 0: not",
         "max_cell_seconds": "a cell's timing ends here",
         "regret": "what the choice may lose for one interval or variant less",
         "bisect": "refines crossovers until neighbours' work units are within this ratio",

@@ -257,10 +257,11 @@ def table_validate(
 @results.command()
 @refusing
 def replay(
-    run: Annotated[
-        Path,
+    runs: Annotated[
+        list[Path],
         typer.Argument(
-            metavar="RUN", help="A sweep's folder, or its journal (.jsonl or .jsonl.xz)."
+            metavar="RUN...",
+            help="A sweep's folder, or its journal (.jsonl or .jsonl.xz); with --minimax several.",
         ),
     ],
     regret: Annotated[
@@ -285,19 +286,42 @@ def replay(
             help="Of equally small tables, that which leaves the default rule's choices at ties.",
         ),
     ] = False,
+    several: Annotated[
+        bool,
+        typer.Option(
+            "--minimax",
+            help="One table of several cards' journals: each choice loses least on the card where"
+            " it loses most.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the table to this file.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Derive the table anew from a journal, without a device; with the sweep's settings it is the
-    sweep's table, byte for byte.
+    sweep's table, byte for byte. With --minimax, one table of several cards of a model.
     """
     from gdntune.report.judgements import replay_words
     from gdntune.results import judge, table
+    from gdntune.results.minimax import minimax
 
-    table.refuse_tables([run])
-    found = judge.replay(run, regret=regret, without=without or (), keep_default=keep_default)
+    table.refuse_tables(runs)
+    if several and (without or keep_default):
+        raise UnsupportedProblem(
+            "--minimax with --without-variants or --keep-default: expected --regret alone"
+        )
+    if not several and len(runs) > 1:
+        raise UnsupportedProblem(
+            f"{len(runs)} journals without --minimax: expected one RUN; for one table of several"
+            " cards' journals, add --minimax"
+        )
+    if several:
+        found = minimax(runs, regret)
+    else:
+        found = judge.replay(
+            runs[0], regret=regret, without=without or (), keep_default=keep_default
+        )
     if out is not None:
         table.save(found.table, out)
     if as_json:
@@ -415,11 +439,11 @@ def compare_(
         typer.Option(help="A variant's id; chosen: at each cell what the journals' tables name."),
     ] = "chosen",
     details: Annotated[
-        bool, typer.Option("--cells", help="Print every cell, not only those that are not SAME.")
+        bool, typer.Option("--cells", help="Print every cell, not only those that are no TIE.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say of each cell of two journals whether B is FASTER, SLOWER, the SAME or UNCLEAR; the exit
+    """Say of each cell of two journals whether B is FASTER, SLOWER, a TIE or UNCLEAR; the exit
     code is 1 where one is SLOWER.
     """
     from gdntune.report.comparisons import comparison_document

@@ -132,6 +132,18 @@ class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     event_reasons: tuple[str, ...] = ()
 
 
+class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One GPU among those of its model, as it was at one time. None: not readable.
+
+    power_limit_w: what it may draw, W. ecc: whether its memory is checked.
+    """
+
+    uuid: str | None = None
+    power_limit_w: float | None = None
+    ecc: bool | None = None
+    temperature_c: int | None = None
+
+
 # Stand-ins for compiling and planning without the GPU, from NVIDIA's architecture papers; `detect`
 # reads the real one.
 # arch: name, SMs, MiB of L2, GiB of memory, GB/s.
@@ -378,6 +390,26 @@ def clocks(index: int | None = 0) -> Clocks:
             ),
             power_w=None if power_mw is None else power_mw / 1e3,
             event_reasons=tuple(name for bit, name in EVENT_REASONS.items() if mask & bit),
+        )
+
+
+def card(index: int = 0) -> Card:
+    """Which GPU torch's CUDA device `index` is, and how it is set; empty without NVML."""
+    with nvml.opened() as lib:
+        handle = lib and nvml.device(lib, index)
+        if handle is None:
+            return Card()
+        uuid = nvml.query(lib, "nvmlDeviceGetUUID", handle)
+        limit_mw = nvml.query(lib, "nvmlDeviceGetEnforcedPowerLimit", handle)
+        ecc = nvml.query(lib, "nvmlDeviceGetEccMode", handle)
+        return Card(
+            uuid=uuid.decode() if isinstance(uuid, bytes) else uuid,
+            power_limit_w=None if limit_mw is None else limit_mw / 1e3,
+            # the present mode, then the one after a reboot
+            ecc=None if ecc is None else bool(ecc[0]),
+            temperature_c=nvml.query(
+                lib, "nvmlDeviceGetTemperature", handle, lib.NVML_TEMPERATURE_GPU
+            ),
         )
 
 

@@ -167,3 +167,13 @@ class Kernel:
     def variants(self, contract: Contract, device: Device) -> tuple[Variant, ...]:
         """The variants worth trying."""
         return tuple(self.variant(s) for s in self.space(contract, device))
+
+
+# The floors that are timed, the headlines' first.
+IN_ORDER, BY_INDEX = "states in order", "by the pool's index"
+FLOORS = (IN_ORDER, BY_INDEX)
+
+
+def floor_name(variant: Variant) -> str:
+    """Which of FLOORS a floor's variant is."""
+    return BY_INDEX if variant.knobs.get("indexed") else IN_ORDER

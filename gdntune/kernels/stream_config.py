@@ -53,14 +53,13 @@ def refuse(c: Contract, s: Knobs) -> str | None:
 
 
 def at(p: Problem, device: Device, s: Knobs) -> bool:
-    """Whether a setting is the floor of a problem.
+    """Whether a setting is a floor of a problem.
 
-    Of a pool whose states are more than L2 holds, the slots in the order that the case's index has
-    them, shuffled: what cannot be had
-    otherwise by any kernel. Of fewer, those from 0 on: order costs them nothing, and to wait for an
-    index would hide what kernels lose.
+    States in order are, always. Of a pool whose states are more than L2 holds the slots in the
+    order of the case's index, shuffled, are another: what their order alone costs. Of fewer it
+    costs nothing, and to wait for an index would hide what kernels lose.
     """
-    return s.indexed == (p.contract.pool and state_bytes(p) > device.l2_bytes)
+    return not s.indexed or (p.contract.pool and state_bytes(p) > device.l2_bytes)
 
 
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:

@@ -10,12 +10,12 @@ from gdntune.timing import CUPTI_STEP_US, TIE_SHARE
 
 
 def comparison_document(found: Comparison, title: str) -> Document:
-    """A comparison: the counts, the cells that are not SAME, and as detail the others."""
+    """A comparison: the counts, the cells that are no TIE, and as detail the others."""
     counts = ", ".join(f"{n} {name}" for name, n in found.counts.items())
     notes = [
         f"{len(found.cells)} cells: {counts}",
         (
-            f"{CONFIDENCE:.0%} bootstrap intervals of B's mean over A's; SAME: within the larger of"
+            f"{CONFIDENCE:.0%} bootstrap intervals of B's mean over A's; TIE: within the larger of"
             f" {TIE_SHARE:.0%} and {1e3 * CUPTI_STEP_US:.0f} ns; FASTER, SLOWER: all of the"
             " interval beyond that; UNCLEAR: neither"
         ),
@@ -24,12 +24,12 @@ def comparison_document(found: Comparison, title: str) -> Document:
     if found.only_a or found.only_b:
         notes.append(f"cells of A alone: {found.only_a}, of B alone: {found.only_b}")
     sections = [Section("Summary", (Text("B against A"), Bullets(tuple(notes))))]
-    same = [c for c in found.cells if c.verdict == "SAME"]
-    differing = [c for c in found.cells if c.verdict != "SAME"]
+    same = [c for c in found.cells if c.verdict == "TIE"]
+    differing = [c for c in found.cells if c.verdict != "TIE"]
     if differing:
-        sections.append(Section("Cells that are not SAME", (_grid(differing),)))
+        sections.append(Section("Cells that are no TIE", (_grid(differing),)))
     if same:
-        sections.append(Section("Cells that are SAME", (_grid(same),), detail=True))
+        sections.append(Section("Cells that are a TIE", (_grid(same),), detail=True))
     return Document(title, tuple(sections))
 
 

@@ -265,7 +265,7 @@ def _samples(
     """By cell, the final samples of each implementation: [index of its name, role, mark, verified,
     packed samples].
     """
-    timed = frame[(frame["stage"] == "final") & (frame["status"] == "ok")]
+    timed = frame[(frame["stage"] != "screen") & (frame["status"] == "ok")]
     names_of = ("variant", "chosen", "verified", "mean_us", "reason")
     columns = (timed[name] for name in names_of)
     known = {(key, variant): row for key, variant, *row in zip(_keys(timed), *columns, strict=True)}
@@ -277,7 +277,7 @@ def _samples(
     for problem, trial in trials:
         key = _key_of(problem)
         row = known.get((key, trial.variant.id))
-        if row is None or trial.stage != "final":
+        if row is None or not trial.to_the_end:
             continue
         chosen, verified, mean_us, reason = row
         noisy = reason.startswith(NOISY)

@@ -150,7 +150,7 @@ def compared(frame: "pd.DataFrame", records: list[Record]) -> Iterator[dict[str,
             # By intervals of means, from our side: theirs SLOWER is ours FASTER.
             "mean_ratio": None if gm is None else [round(x, 4) for x in gm],
             "FASTER": verdicts["SLOWER"],
-            "TIE": verdicts["SAME"],
+            "TIE": verdicts["TIE"],
             "SLOWER": verdicts["FASTER"],
             "UNCLEAR": verdicts["UNCLEAR"],
             "untimed": dict(_untimed(kernel, trials)),
@@ -233,11 +233,11 @@ def blocks(frame: "pd.DataFrame", records: list[Record]) -> Iterator[Block]:
     forms = {
         r.variant.id: (
             f"`{r.variant.id.removeprefix(PREFIX)}` {r.variant.knobs.get('version', '')}:"
-            f" {r.variant.knobs['form']}."
+            f" {r.variant.knobs['form']}.{_launched(r)}"
         )
         for r in records
         if isinstance(r, Trial)
-        and r.role == "peer"
+        and r.role in ("peer", "partner")
         and r.status == "ok"
         and "form" in r.variant.knobs
     }
@@ -246,6 +246,15 @@ def blocks(frame: "pd.DataFrame", records: list[Record]) -> Iterator[Block]:
         yield Bullets(tuple(forms[name] for name in sorted(forms)))
 
 
+def _launched(trial: Trial) -> str:
+    """The kernels that one call launches, where the timer could tell."""
+    if not isinstance(trial.kernels, tuple):
+        return ""
+    names = ", ".join(f"`{name[:_NAME_CHARACTERS]}`" for name in trial.kernels)
+    return f" {len(trial.kernels)} kernels a call: {names}."
+
+
+_NAME_CHARACTERS = 60
 _HEADERS = ("peer", "contract", "cells", "geomean", "worst", "at T, B x HV", "behind")
 
 

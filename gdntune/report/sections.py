@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gdntune.device import arch
+from gdntune.kernels.spec import BY_INDEX, FLOORS
 from gdntune.problem import Contract
 from gdntune.report import peers, workload
 from gdntune.report.document import Block, Bullets, Code, Document, Grid, Section, Text
 from gdntune.report.words import (
     MISSING,
     NOISE_MARK,
+    POWER_MARK,
     bound_mark,
     cell_words,
     contract_form,
@@ -34,7 +36,8 @@ from gdntune.report.words import (
     size_names,
 )
 from gdntune.results.baseline import Baseline
-from gdntune.results.journal import NOISY, Build, Cell, Check, Record, Trial, latest, made_by
+from gdntune.results.bootstrap import CONFIDENCE
+from gdntune.results.journal import NOISY, Build, Cell, Check, Record, Run, Trial, latest, made_by
 from gdntune.results.samples import LoadedRun
 
 if TYPE_CHECKING:
@@ -161,6 +164,9 @@ def _summary(
         lines.append(_work_line(source))
         lines += _clock_lines(source)
         lines += _noise_lines(source)
+        lines += _power_lines(source)
+        lines += _precision_lines(source)
+        lines += _evidence_lines(source, mine)
         lines += source.notes
         impossible = int(((frame["run"] == source.name) & (frame["status"] == "impossible")).sum())
         if impossible:
@@ -198,10 +204,22 @@ def _ratio_lines(mine: "pd.DataFrame") -> Iterator[str]:
     over = mine[mine["over_floor"].notna()]
     if len(over):
         worst = over.loc[over["over_floor"].idxmax()]
+        which = " or ".join(sorted(set(over["floor"]), key=FLOORS.index))
         yield (
-            "Time over the floor (a kernel that only moves the same state bytes, same run):"
-            f" {geometric_mean(over['over_floor']):.3f} in the geometric mean,"
+            f"Time over the floor (a kernel that only moves the same state bytes, {which}, same"
+            f" run): {geometric_mean(over['over_floor']):.3f} in the geometric mean,"
             f" {worst['over_floor']:.3f} at worst ({cell_words(worst)})."
+        )
+        by_index = over[over["over_index_floor"].notna() & (over["floor"] != BY_INDEX)]
+        if len(by_index):
+            yield (
+                f"Over the floor {BY_INDEX}, shuffled:"
+                f" {geometric_mean(by_index['over_index_floor']):.3f} at the {len(by_index)} cells"
+                " whose states are more than L2 holds."
+            )
+        yield (
+            "Over all bytes of the problem at the floor's rate:"
+            f" {geometric_mean(over['over_bytes_floor']):.3f}."
         )
     gain = mine[mine["speedup_over_default"].notna()]
     if len(gain):
@@ -242,7 +260,7 @@ def _choice_led(source: LoadedRun) -> Iterator[bool]:
     finals = {
         (r.problem, r.variant.id)
         for r in source.records
-        if isinstance(r, Trial) and r.stage == "final" and r.status == "ok"
+        if isinstance(r, Trial) and r.to_the_end and r.status == "ok"
     }
     rules = {rule.when: rule for rule in source.table.rules} if source.table else {}
     for problem in {
@@ -367,7 +385,9 @@ def _contract_blocks(
     )
     yield from _grids("Share of the DRAM's peak, %", cells, _share)
     if chosen["over_floor"].notna().any():
-        yield from _grids("Time over the floor", cells, lambda c: ratio(c["over_floor"]))
+        # a small pool's floor is in order, also where an older journal's large ones are not
+        which = ", or ".join(sorted(set(chosen["floor"]) - {MISSING}, key=FLOORS.index))
+        yield from _grids(f"Time over the floor ({which})", cells, lambda c: ratio(c["over_floor"]))
     if chosen["speedup_over_default"].notna().any():
         yield from _grids(
             "Speed-up over the default rule", cells, lambda c: ratio(c["speedup_over_default"])
@@ -535,6 +555,7 @@ def _environment(source: LoadedRun) -> Iterator[Block]:
         *((f"peak, {name}", f"{value:.0f} GB/s") for name, value in sorted(run.peaks.items())),
         *(sorted(run.software.items())),
         *((f"kernel {name}", fingerprint) for name, fingerprint in sorted(run.kernels.items())),
+        *_card_rows(run),
         ("started", run.started),
         ("config", f"{run.config}, sha256 {run.config_sha256[:16]}"),
         ("journal", f"sha256 {source.digest[:16]}"),
@@ -543,6 +564,17 @@ def _environment(source: LoadedRun) -> Iterator[Block]:
     oddity = arch.peak_disagreement(dict(run.peaks)) if device.kind == "cuda" else None
     if oddity:
         yield Text(f"The peaks disagree: {oddity}.")
+
+
+def _card_rows(run: Run) -> Iterator[tuple[str, str]]:
+    """The GPUs that timed, as they were when the run began."""
+    for card in run.cards if isinstance(run.cards, tuple) else ():
+        said = [
+            *([] if card.power_limit_w is None else [f"{card.power_limit_w:.0f} W"]),
+            *([] if card.ecc is None else [f"ECC {'on' if card.ecc else 'off'}"]),
+            *([] if card.temperature_c is None else [f"{card.temperature_c} C at the start"]),
+        ]
+        yield "GPU", ", ".join([card.uuid or "unknown", *said])
 
 
 def _reproduce(sources: Sequence[LoadedRun]) -> Iterator[Block]:
@@ -635,6 +667,49 @@ def _clock_lines(source: LoadedRun) -> Iterator[str]:
         yield (
             f"{moved} cells were timed while a clock moved by more than {arch.SHIFT:.0%}, as at the"
             " limit of power."
+        )
+
+
+def _power_lines(source: LoadedRun) -> Iterator[str]:
+    """How many cells were timed at the power limit."""
+    if source.power_capped:
+        yield (
+            f"{len(source.power_capped)} cells were timed at the device's power limit, also after a"
+            f" pause where the journal is of a version that makes one: marked `{POWER_MARK}` in the"
+            " tables."
+        )
+
+
+def _precision_lines(source: LoadedRun) -> Iterator[str]:
+    """How well the ratios to the choices are known, where rounds went on until they were."""
+    found = [
+        (r.interval, r.stop)
+        for r in source.records
+        if isinstance(r, Cell) and r.status == "ok" and isinstance(r.interval, float)
+    ]
+    if found:
+        wide = sum("cell's time ended" in stop for _, stop in found)
+        yield (
+            f"Rounds went on until the {CONFIDENCE:.0%} intervals of the ratios to the choice were"
+            f" narrow enough, or the cell's time ended, as it did at {wide} of {len(found)} cells:"
+            f" half the widest is {max(x for x, _ in found):.2%}."
+        )
+
+
+def _evidence_lines(source: LoadedRun, mine: "pd.DataFrame") -> Iterator[str]:
+    """On which samples a sweep's choices are shown."""
+    if made_by(source.run) == "bench" or not len(mine):
+        return
+    fresh = int((mine["stage"] == "evidence").sum())
+    if fresh:
+        yield (
+            f"{fresh} of {len(mine)} choices are shown by samples that were taken after the choice,"
+            " on tensors of their own."
+        )
+    if fresh < len(mine):
+        yield (
+            f"{len(mine) - fresh} choices are shown by the samples that chose them, which flatters"
+            " them: a sweep of today times each again."
         )
 
 

@@ -11,6 +11,8 @@ from gdntune.results.journal import NOISY
 MISSING = "-"
 # What stands before a number that cannot be believed.
 NOISE_MARK = "~"
+# And before one that was taken at the device's power limit.
+POWER_MARK = "^"
 
 
 def contract_words(c: Contract) -> str:
@@ -101,8 +103,13 @@ def is_noisy(cell: Any) -> bool:
 
 
 def marked(cell: Any, said: str) -> str:
-    """What a table says of a frame's row, marked where its times cannot be believed."""
-    return f"{NOISE_MARK}{said}" if said != MISSING and is_noisy(cell) else said
+    """What a table says of a frame's row, marked where its times cannot be believed, or were taken
+    at the device's power limit.
+    """
+    if said == MISSING:
+        return said
+    marks = (NOISE_MARK if is_noisy(cell) else "") + (POWER_MARK if cell["power_capped"] else "")
+    return f"{marks}{said}"
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -124,4 +131,5 @@ def contract_short(cell: Any) -> str:
 def cell_words(cell: Any) -> str:
     """The cell of a frame's row."""
     said = f"{contract_short(cell)}, B={cell['B']}, HV={cell['HV']}"
-    return f"{said}, noisy" if is_noisy(cell) else said
+    noisy = ", noisy" if is_noisy(cell) else ""
+    return f"{said}{noisy}{', at the power limit' if cell['power_capped'] else ''}"

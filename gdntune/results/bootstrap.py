@@ -9,7 +9,7 @@ from gdntune.timing import CUPTI_STEP_US, TIE_SHARE
 if TYPE_CHECKING:
     import numpy as np
 
-Verdict = Literal["FASTER", "SLOWER", "SAME", "UNCLEAR"]
+Verdict = Literal["FASTER", "SLOWER", "TIE", "UNCLEAR"]
 
 # Of equal kernels hardly a cell of 320 is SLOWER by chance: the whole interval must be beyond the
 # tie, and half of an interval is 0.4% at 200 samples (median of an H100's cells; 1.7% in the
@@ -40,6 +40,18 @@ def ratio_of_means(a: Sequence[float], b: Sequence[float], seed: str) -> RatioIn
 
     low, high = _bounds(resampled_ratios(a, b, seed))
     return RatioInterval(float(np.mean(b) / np.mean(a)), low, high)
+
+
+def widest_interval(
+    choice: Sequence[float], others: Sequence[Sequence[float]]
+) -> float | None:
+    """Half the width of the widest interval of a ratio to the choice's mean, over that ratio; None
+    where one has too few samples for an interval.
+    """
+    if not others or min(map(len, (choice, *others))) < LEAST_SAMPLES:
+        return None
+    found = [ratio_of_means(choice, other, str(i)) for i, other in enumerate(others)]
+    return max((r.high - r.low) / 2 / r.ratio for r in found)
 
 
 def geometric_mean_of_ratios(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> RatioInterval:
@@ -88,7 +100,7 @@ def _bounds(values: Any) -> tuple[float, float]:
 
 
 def verdict(a_us: float, interval: RatioInterval) -> Verdict:
-    """What an interval says of B against A: SAME where all of it is within a tie, FASTER or SLOWER
+    """What an interval says of B against A: TIE where all of it is within a tie, FASTER or SLOWER
     where all of it is beyond, else UNCLEAR.
 
     The tie is `timing.tie`'s: within the larger of 1% of the lesser mean and 32 ns.
@@ -102,4 +114,4 @@ def verdict(a_us: float, interval: RatioInterval) -> Verdict:
         return "SLOWER"
     if interval.high < lower:
         return "FASTER"
-    return "SAME" if lower <= interval.low and interval.high <= upper else "UNCLEAR"
+    return "TIE" if lower <= interval.low and interval.high <= upper else "UNCLEAR"

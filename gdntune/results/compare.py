@@ -1,4 +1,4 @@
-"""Two journals, cell by cell: FASTER, SLOWER, SAME or UNCLEAR, by bootstrap intervals of the ratio
+"""Two journals, cell by cell: FASTER, SLOWER, TIE or UNCLEAR, by bootstrap intervals of the ratio
 of means. Needs no device.
 """
 
@@ -98,7 +98,7 @@ def compare(
     counts = Counter(c.verdict for c in cells)
     return Comparison(
         variant=variant,
-        counts={name: counts[name] for name in ("FASTER", "SLOWER", "SAME", "UNCLEAR")},
+        counts={name: counts[name] for name in ("FASTER", "SLOWER", "TIE", "UNCLEAR")},
         cells=cells,
         only_a=len(mine.cells) - len(common),
         only_b=len(theirs.cells) - len(common),

@@ -2,11 +2,12 @@
 any order of the cells.
 """
 
+import itertools
 import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -14,7 +15,7 @@ from gdntune import sol
 from gdntune.device.arch import Device
 from gdntune.errors import JournalError, MeasurementError
 from gdntune.results.journal import Build, Cell, Check, Record, Run, Trial, digest, noisy
-from gdntune.kernels.spec import Variant
+from gdntune.kernels.spec import FLOORS, Variant, floor_name
 from gdntune.problem import Contract, Problem
 from gdntune.results.table import Evidence, Interval, Origin, Rule, Table, TableVariant
 from gdntune.timing import CUPTI_STEP_US, TIE_SHARE, Stats, summary, tie
@@ -44,7 +45,7 @@ def derive(
     regret of 1%, and less in proportion below it, since means resolve more. Of all such choices the
     one with the fewest intervals is taken, then the fewest variants, then the least regret, then
     the simplest variants (those that the cells' trials name first). Between two cells that differ
-    lies the boundary of `_last_unit`. Cells of `held_out`, and those that the journal marks as
+    lies the boundary of `last_unit`. Cells of `held_out`, and those that the journal marks as
     such, have no part in that; what the table loses there is in its evidence.
 
     regret: by default the header's, else 1%.
@@ -54,6 +55,7 @@ def derive(
         own, and a table that followed each of its ties would be cut at all of them. By default what
         the rule chose when the cells were timed, where the header says that this counts.
         A cell that names a choice made beforehand, a bench's, has that variant alone.
+    The evidence is of the samples that were taken after the choice, where the journal has them.
     admits: by a variant's id; the others count as never timed, also where a cell's best is sought.
     Raises JournalError where no cell has such a variant, MeasurementError for a time that cannot be
     true.
@@ -72,16 +74,22 @@ def derive(
             " their reasons in the journal"
         )
 
+    again = timed_again(records, admits)
+
+    def shown(cell: Timed, name: str) -> Evidence:
+        return evidence_of(cell, name, run, again.get(cell.problem))
+
     rules: list[Rule] = []
     variants: dict[str, Variant] = {}
     for contract, cells in sorted(by_contract.items()):
         # Within a contract: which variants are simple depends on what its kernel offers there.
-        rank = _ranks(cells)
+        rank = ranks(cells)
         kept = [
-            default and _kept_default(cell, default(contract, cell.work_units)) for cell in cells
+            default and kept_default(cell, default(contract, cell.work_units)) for cell in cells
         ]
         choice = choose([_acceptable(cell, regret) for cell in cells], rank, kept)
-        rules.append(Rule(contract, _intervals(cells, choice, run, regret)))
+        found = intervals(cells, choice, run.device, regret, shown)
+        rules.append(Rule(contract, found))
         variants |= {
             name: cell.finals[name].variant for cell, name in zip(cells, choice, strict=True)
         }
@@ -106,7 +114,7 @@ def derive(
             started=run.started,
             cells=len(losses),
             trials=sum(isinstance(r, Trial) for r in records),
-            failures=_failures(records),
+            failures=failures_by_kind(records),
             regret_max=max(losses),
             regret_mean=round(math.fsum(losses) / len(losses), 6),
             held_out_cells=len(held),
@@ -214,6 +222,18 @@ class Final(NamedTuple):
     samples: Sequence[float]
 
 
+class Judges(Protocol):
+    """A cell that says what a variant loses there, and what that rests on."""
+
+    @property
+    def work_units(self) -> int: ...
+
+    def judged(self, name: str) -> tuple[float, Literal["final", "screen"]] | None: ...
+
+
+At = TypeVar("At", bound=Judges)
+
+
 class Timed(NamedTuple):
     """A cell's usable times, in microseconds; its variants passed their check.
 
@@ -278,15 +298,32 @@ def timed_cells(
     `derive` for `admits`.
     """
     records = list(records)
+    return _usable(records, passes(records), admits)
+
+
+def timed_again(
+    records: Iterable[Record], admits: Callable[[str], bool] | None = None
+) -> dict[Problem, Timed]:
+    """What was timed once the choices were made, on samples that had no part in them."""
+    records = list(records)
+    as_final = {
+        problem: [msgspec.structs.replace(trial, stage="final") for trial in trials]
+        for problem, trials in evidence_passes(records).items()
+    }
+    return {c.problem: c for c in _usable(records, as_final, admits)}
+
+
+def _usable(
+    records: Sequence[Record],
+    trials: Mapping[Problem, list[Trial]],
+    admits: Callable[[str], bool] | None,
+) -> list[Timed]:
     checked = _checked(records)
     if admits is not None:
         checked = {
             contract: frozenset(filter(admits, names)) for contract, names in checked.items()
         }
-    found = (
-        _timed(p, trials, checked.get(p.contract, frozenset()))
-        for p, trials in passes(records).items()
-    )
+    found = (_timed(p, its, checked.get(p.contract, frozenset())) for p, its in trials.items())
     return [cell for cell in found if cell.finals]
 
 
@@ -297,7 +334,7 @@ def as_chosen(timed: Iterable[Timed], records: Iterable[Record]) -> list[Timed]:
     chosen = {
         r.problem: r.choice
         for r in records
-        if isinstance(r, Cell) and r.choice is not msgspec.UNSET
+        if isinstance(r, Cell) and r.chooses and r.choice is not msgspec.UNSET
     }
     found = []
     for cell in timed:
@@ -329,6 +366,21 @@ def passes(records: Iterable[Record], failed: bool = False) -> dict[Problem, lis
 
     failed: where none was closed as ok, those of the last pass that failed, too.
     """
+    return _passes((r for r in records if not _is_evidence(r)), failed)
+
+
+def evidence_passes(records: Iterable[Record]) -> dict[Problem, list[Trial]]:
+    """The same of what was timed once a choice was made."""
+    return _passes((r for r in records if _is_evidence(r)), failed=False)
+
+
+def _is_evidence(record: Record) -> bool:
+    if isinstance(record, Trial):
+        return record.stage == "evidence"
+    return isinstance(record, Cell) and not record.chooses
+
+
+def _passes(records: Iterable[Record], failed: bool) -> dict[Problem, list[Trial]]:
     is_open: dict[Problem, list[Trial]] = {}
     closed: dict[Problem, list[Trial]] = {}
     ok: set[Problem] = set()
@@ -396,11 +448,11 @@ def _timed(problem: Problem, trials: Iterable[Trial], checked: Collection[str]) 
         if (role, stage) == ("decode", "screen") and name in checked
     }
     floor = None
-    for wanted in ("final", "screen"):
+    for name, wanted in itertools.product(FLOORS, ("final", "screen")):
         found = [
             summary(t.samples_us)
             for (role, stage, _), t in usable.items()
-            if (role, stage) == ("floor", wanted)
+            if (role, stage) == ("floor", wanted) and floor_name(t.variant) == name
         ]
         # A floor's final samples where there are any; with one floor alone there was nothing to
         # screen.
@@ -413,7 +465,7 @@ def _timed(problem: Problem, trials: Iterable[Trial], checked: Collection[str]) 
     return Timed(problem, finals, screens, floor, tuple(order), known)
 
 
-def _ranks(cells: Iterable[Timed]) -> dict[str, int]:
+def ranks(cells: Iterable[Timed]) -> dict[str, int]:
     """A number for each variant by how early a cell's trials name it, so that the order of the
     cells does not matter.
     """
@@ -441,29 +493,36 @@ def _acceptable(cell: Timed, regret: float) -> dict[str, float]:
     }
 
 
-def _kept_default(cell: Timed, name: str) -> str | None:
+def kept_default(cell: Timed, name: str) -> str | None:
     """The default rule's variant where no tuned choice beats it beyond a tie."""
     final = cell.finals.get(name)
     return name if final is not None and tie(final.stats.mean_us, cell.best_us) else None
 
 
-def _intervals(
-    cells: Sequence[Timed], choice: Sequence[str], run: Run, regret: float
+def intervals(
+    cells: Sequence[At],
+    choice: Sequence[str],
+    device: Device,
+    regret: float,
+    shown: Callable[[At, str], Evidence],
 ) -> tuple[Interval, ...]:
+    """The intervals of a rule whose cells, by rising work units, have these choices. shown: the
+    evidence of a choice at a cell.
+    """
     found: list[Interval] = []
     first, evidence = 1, []
     for i, (cell, name) in enumerate(zip(cells, choice, strict=True)):
-        evidence.append(_evidence(cell, name, run))
+        evidence.append(shown(cell, name))
         if i + 1 == len(cells):
             found.append(Interval(first, None, name, tuple(evidence)))
         elif choice[i + 1] != name:
-            last = _last_unit(cell, cells[i + 1], name, choice[i + 1], run.device, regret)
+            last = last_unit(cell, cells[i + 1], name, choice[i + 1], device, regret)
             found.append(Interval(first, last, name, tuple(evidence)))
             first, evidence = last + 1, []
     return tuple(found)
 
 
-def _last_unit(a: Timed, b: Timed, lower: str, upper: str, device: Device, regret: float) -> int:
+def last_unit(a: Judges, b: Judges, lower: str, upper: str, device: Device, regret: float) -> int:
     """The last work unit that goes with cell a, of those from a's to b's, exclusive, where their
     variants are `lower` and `upper`.
 
@@ -500,7 +559,11 @@ def _full_wave(a: int, b: int, device: Device) -> int:
     return middle
 
 
-def _evidence(cell: Timed, name: str, run: Run) -> Evidence:
+def evidence_of(cell: Timed, name: str, run: Run, again: Timed | None) -> Evidence:
+    """What a choice takes, by the samples taken after it where there are some of it."""
+    fresh = again is not None and name in again.finals
+    if again is not None and fresh:
+        cell = again._replace(floor=again.floor or cell.floor)
     stats = cell.finals[name].stats
     others = {other: final.stats for other, final in cell.finals.items() if other != name}
     runner_up = min(others, key=lambda other: (others[other].mean_us, other), default=None)
@@ -521,6 +584,7 @@ def _evidence(cell: Timed, name: str, run: Run) -> Evidence:
         status=sol.classify(
             cell.problem, stats.median_us, run.device, run.policy.get("l2", "cold-clean")
         ),
+        fresh=True if fresh else msgspec.UNSET,
     )
 
 
@@ -536,7 +600,7 @@ def _held_out_regrets(rules: Iterable[Rule], judged: Iterable[Timed]) -> list[fl
     return found
 
 
-def _failures(records: Sequence[Record]) -> dict[str, int]:
+def failures_by_kind(records: Sequence[Record]) -> dict[str, int]:
     counts = Counter(type(r).__name__.lower() for r in records if r.status != "ok")
     found = {
         kind.__name__.lower(): counts[kind.__name__.lower()] for kind in (Build, Check, Trial, Cell)
@@ -548,7 +612,7 @@ def _failures(records: Sequence[Record]) -> dict[str, int]:
 
 
 def _failures_in_words(records: Sequence[Record]) -> str:
-    counts = _failures(records)
+    counts = failures_by_kind(records)
     return f"{len(records)} records, of which failed: " + ", ".join(
         f"{n} {kind}s" for kind, n in counts.items()
     )

@@ -340,7 +340,7 @@ def flashinfer_bench(sources: Sequence[LoadedRun]) -> Export:
             if (
                 trial.role in ("floor", "partner")
                 or "partner" in trial.variant.knobs
-                or trial.stage != "final"
+                or not trial.to_the_end
                 or trial.variant.id == trial.variant.kernel
             ):
                 continue

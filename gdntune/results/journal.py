@@ -18,7 +18,7 @@ import filelock
 import msgspec
 
 from gdntune import __version__, strict
-from gdntune.device.arch import Device
+from gdntune.device.arch import Card, Device
 from gdntune.errors import JournalError, Locked, listed, no_folder
 from gdntune.files import write_whole
 from gdntune.kernels.spec import Variant
@@ -33,6 +33,7 @@ LOCK = ".lock"
 HOLDER = "holder.json"
 
 Status = Literal["ok", "failed"]
+Purpose = Literal["bisection", "held-out", "evidence"]
 Ended = Literal["ok", "failed", "crashed", "timeout"]
 
 
@@ -53,8 +54,9 @@ class Run(_Record, frozen=True, kw_only=True):
     workload: the steps that the cells' rounds were weighed by, absent where there was none.
     regret, keeps_default: how its table is derived, see `derive.derive`; absent where an older
         version wrote.
-    cells: how many its config asks for, without those that a sweep adds. rounds: its config's
-        final_rounds. Absent as these are.
+    cells: how many its config asks for, without those that a sweep adds. rounds, placements: its
+        config's; one placement where it is absent. Absent as these are. cards: the GPUs of this host that timed, as they were
+        when it began.
     """
 
     schema: Literal["gdntune.journal/1"] = "gdntune.journal/1"
@@ -72,6 +74,8 @@ class Run(_Record, frozen=True, kw_only=True):
     keeps_default: bool | msgspec.UnsetType = msgspec.UNSET
     cells: int | msgspec.UnsetType = msgspec.UNSET
     rounds: int | msgspec.UnsetType = msgspec.UNSET
+    placements: int | msgspec.UnsetType = msgspec.UNSET
+    cards: tuple[Card, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Build(_Record, frozen=True, kw_only=True):
@@ -108,7 +112,8 @@ class Trial(_Record, frozen=True, kw_only=True):
     """One attempt at timing a variant at a cell. samples_us: one a round, kept to the nanosecond.
 
     `screen` is the quick first look at all variants, `final` the paired re-run of the best few on
-    fresh samples. role: `partner` is our choice with what a peer's call does beyond the contract,
+    fresh samples. `evidence` is taken after the choice, on tensors of its own: it says what the
+    choice takes, and has no part in it. role: `partner` is our choice with what a peer's call does beyond the contract,
     which that peer is judged against. kernels: the names of what one call of a peer launches, in
     order, where the timer can tell.
     """
@@ -116,12 +121,17 @@ class Trial(_Record, frozen=True, kw_only=True):
     problem: Problem
     variant: Variant
     role: Literal["decode", "floor", "peer", "partner"] = "decode"
-    stage: Literal["screen", "final"]
+    stage: Literal["screen", "final", "evidence"]
     status: Ended
     reason: str = ""
     samples_us: list[float] = []
     seconds: float = 0.0
     kernels: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def to_the_end(self) -> bool:
+        """Whether it is more than a first look."""
+        return self.stage != "screen"
 
 
 class Cell(_Record, frozen=True, kw_only=True):
@@ -135,7 +145,9 @@ class Cell(_Record, frozen=True, kw_only=True):
     choice: the variant that was chosen beforehand, of a bench: others that were timed beside it are
         not chosen among.
     purpose: why it was timed where it is no cell of the config: `bisection` of a crossover, or
-        `held-out`, which has no part in choosing.
+        `held-out`, which has no part in choosing; `evidence`: again, once its choice was made.
+    interval: half the width of the widest 95% interval of a ratio to the choice, where rounds went
+        on until it was narrow.
     timed_on: the device, where several shared the sweep.
     """
 
@@ -148,8 +160,20 @@ class Cell(_Record, frozen=True, kw_only=True):
     clocks_after: dict[str, Any] = {}
     default_variant: str | msgspec.UnsetType = msgspec.UNSET
     choice: str | msgspec.UnsetType = msgspec.UNSET
-    purpose: Literal["bisection", "held-out"] | msgspec.UnsetType = msgspec.UNSET
+    purpose: Purpose | msgspec.UnsetType = msgspec.UNSET
     timed_on: str | msgspec.UnsetType = msgspec.UNSET
+    interval: float | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def chooses(self) -> bool:
+        """Whether its samples are those that a table is made of."""
+        return self.purpose != "evidence"
+
+    @property
+    def power_capped(self) -> bool:
+        """Whether the device was at its power limit before or after."""
+        seen = (self.clocks_before, self.clocks_after)
+        return any("sw_power_cap" in x.get("event_reasons", ()) for x in seen)
 
 
 Record = Build | Check | Trial | Cell
@@ -423,19 +447,27 @@ def made_by(run: Run) -> Literal["sweep", "bench"]:
 
 def timed(records: Iterable[Record]) -> set[Problem]:
     """The problems of cells that have times. What failed is tried again when its sweep goes on."""
-    return {r.problem for r in records if isinstance(r, Cell) and r.status == "ok"}
+    return {r.problem for r in records if isinstance(r, Cell) and r.chooses and r.status == "ok"}
 
 
 def tried(records: Iterable[Record]) -> set[Problem]:
     """The problems of cells that were closed, with times or as failed."""
-    return {r.problem for r in records if isinstance(r, Cell)}
+    return {r.problem for r in records if isinstance(r, Cell) and r.chooses}
+
+
+def power_capped(records: Iterable[Record]) -> set[Problem]:
+    """The problems whose last times were taken at the device's power limit."""
+    last = {r.problem: r for r in records if isinstance(r, Cell) and r.status == "ok"}
+    return {problem for problem, r in last.items() if r.power_capped}
 
 
 def noisy(records: Iterable[Record]) -> list["Cell"]:
     """The cells whose times cannot be believed, by the last pass that has times: a later one that
     failed leaves these.
     """
-    last = {r.problem: r for r in records if isinstance(r, Cell) and r.status == "ok"}
+    last = {
+        (r.problem, r.chooses): r for r in records if isinstance(r, Cell) and r.status == "ok"
+    }
     return [r for r in last.values() if r.reason.startswith(NOISY)]
 
 
@@ -454,7 +486,7 @@ def _subject(record: Record) -> object:
         return record.object_key
     if isinstance(record, Check):
         return record.contract, record.variant
-    return record.problem if isinstance(record, Cell) else id(record)
+    return (record.problem, record.chooses) if isinstance(record, Cell) else id(record)
 
 
 def encode(record: Any) -> bytes:

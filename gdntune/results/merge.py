@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -146,7 +146,7 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
         software=_joined(a.software, b.software),
         kernels={name: fingerprints[name] for name in sorted({v.kernel for v in named.values()})},
         policy=a.policy,
-        evidence=_origin(a, b, rules),
+        evidence=joined_origins((a.evidence, b.evidence), rules),
         variants={name: TableVariant(v.kernel, v.knobs) for name, v in sorted(named.items())},
         rules=tuple(rules),
     )
@@ -161,9 +161,10 @@ def _joined(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
     return {name: ", ".join(versions) for name, versions in both.items()}
 
 
-def _origin(a: Table, b: Table, rules: list[Rule]) -> Origin:
+def joined_origins(origins: Sequence[Origin], rules: Sequence[Rule]) -> Origin:
+    """What a table of several says of itself, with what each said."""
     sources: list[Origin] = []
-    for o in (a.evidence, b.evidence):
+    for o in origins:
         # Flat: a merged table of merged ones lists the sweeps themselves, each once.
         sources += [s for s in o.sources or (o,) if s not in sources]
     if len(sources) == 1:

@@ -12,6 +12,7 @@ import msgspec
 
 from gdntune import kernels, sol
 from gdntune.errors import GdntuneError, JournalError, MeasurementError
+from gdntune.kernels.spec import BY_INDEX, FLOORS, floor_name
 from gdntune.problem import Contract, Problem
 from gdntune.results import derive, journal
 from gdntune.results.journal import Cell, Check, Record, Run, Trial
@@ -71,12 +72,21 @@ class LoadedRun:
     @functools.cached_property
     def counted(self) -> dict[Problem, list[Trial]]:
         """The cells in order, each with the one trial that counts of each implementation."""
-        return {p: _that_count(trials) for p, trials in sorted(derive.passes(self.records).items())}
+        again = derive.evidence_passes(self.records)
+        return {
+            p: _that_count([*trials, *again.get(p, ())])
+            for p, trials in sorted(derive.passes(self.records).items())
+        }
 
     @functools.cached_property
     def noise(self) -> dict[Problem, str]:
         """Why the times of a cell cannot be believed, where they cannot."""
         return {cell.problem: cell.reason for cell in journal.noisy(self.records)}
+
+    @functools.cached_property
+    def power_capped(self) -> set[Problem]:
+        """The cells that were last timed at the device's power limit."""
+        return journal.power_capped(self.records)
 
     @functools.cached_property
     def _rules(self) -> dict[Contract, Rule]:
@@ -106,7 +116,10 @@ class Row(msgspec.Struct):
 
     reason: why it has no times, or why those of its cell cannot be believed (`noisy: ...`). beside:
     what chosen_speedup is over: the choice, or its partner, where a peer's call does more than the
-    contract.
+    contract. floor: which floor over_floor is over: states in order, where they were timed, else by
+    the pool's index. over_bytes_floor: over all bytes of the problem at that floor's rate.
+    power_capped: whether the cell was timed at the device's power limit. kernels: what one call of
+    a peer launches, names joined by ` + `.
     """
 
     kernel: str
@@ -128,7 +141,12 @@ class Row(msgspec.Struct):
     sol: float | None = None
     floor_us: float | None = None
     over_floor: float | None = None
+    floor: str = NOTHING
+    over_index_floor: float | None = None
+    over_bytes_floor: float | None = None
     bound: str = NOTHING
+    power_capped: bool = False
+    kernels: str = NOTHING
     chosen: bool = False
     beside: str = NOTHING
     default_mean_us: float | None = None
@@ -227,12 +245,17 @@ def _that_count(trials: Sequence[Trial]) -> list[Trial]:
     return list(last.values())
 
 
+_STAGES = ("screen", "final", "evidence")
+
+
 def _later(one: Trial | None, other: Trial) -> Trial:
-    """The trial that counts: a failed one, else the final one, else the later one."""
+    """The trial that counts: a failed one, else what was timed after the choice, else the final
+    one, else the later one.
+    """
     if one is None:
         return other
     if one.status != "ok" or (
-        one.stage == "final" and other.stage == "screen" and other.status == "ok"
+        _STAGES.index(one.stage) > _STAGES.index(other.stage) and other.status == "ok"
     ):
         return one
     return other
@@ -273,6 +296,9 @@ def _row(
     )
     if trial.status == "ok" and trial.samples_us:
         row.reason = run.noise.get(problem, row.reason)
+        row.power_capped = problem in run.power_capped
+        if isinstance(trial.kernels, tuple) and trial.kernels:
+            row.kernels = " + ".join(trial.kernels)
         _add_times(run, trial, row)
     return row
 
@@ -300,6 +326,19 @@ def _add_times(run: LoadedRun, trial: Trial, row: Row) -> None:
         row.status, row.reason = "impossible", str(e)[:REASON_CHARACTERS]
 
 
+def _floors(run: LoadedRun, problem: Problem, timed: Sequence[Row]) -> dict[str, float]:
+    """The least median of each floor that was timed, the headlines' first."""
+    names = {t.variant.id: floor_name(t.variant) for t in run.counted[problem] if t.role == "floor"}
+    found: dict[str, float] = {}
+    for name in FLOORS:
+        mine = [r for r in timed if r.role == "floor" and names[r.variant] == name and r.median_us]
+        for stages in (("evidence",), ("final",), ("screen",)):
+            us = [r.median_us for r in mine if r.stage in stages and r.median_us]
+            if us and name not in found:
+                found[name] = min(us)
+    return found
+
+
 def _relate(
     run: LoadedRun, problem: Problem, found: Sequence[Row], partners: Mapping[str, str]
 ) -> None:
@@ -308,16 +347,18 @@ def _relate(
     partners: what a peer's entry is compared with instead, by its id.
     """
     timed = [r for r in found if r.status == "ok" and r.median_us is not None]
-    floors = [r for r in timed if r.role == "floor"]
-    finals = [r for r in floors if r.stage == "final"] or floors
-    floor_us = min((r.median_us for r in finals if r.median_us), default=None)
+    least = _floors(run, problem, timed)
+    name = next(iter(least), NOTHING)
+    floor_us, by_index_us = least.get(name), least.get(BY_INDEX)
+    # what else must move, at the rate at which the floor moves states
+    share = sol.bytes_moved(problem) / sol.floor_bytes(problem)
     default, choice = run.default(problem), run.choice(problem)
     # By means, as the choice is.
     default_us = next(
         (r.mean_us for r in timed if r.role == "decode" and r.variant == default), None
     )
     for row in timed:
-        row.chosen = row.role == "decode" and row.stage == "final" and row.variant == choice
+        row.chosen = row.role == "decode" and row.stage != "screen" and row.variant == choice
     ours = {r.variant: r for r in timed if r.role == "partner"}
     chosen = next((r for r in timed if r.chosen), None)
     for row in timed:
@@ -325,6 +366,9 @@ def _relate(
             continue
         if floor_us:
             row.floor_us, row.over_floor = floor_us, round(row.median_us / floor_us, 4)
+            row.floor, row.over_bytes_floor = name, round(row.over_floor / share, 4)
+        if by_index_us:
+            row.over_index_floor = round(row.median_us / by_index_us, 4)
         if row.role == "floor":
             continue
         if default_us is not None:

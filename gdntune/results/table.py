@@ -49,7 +49,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     regret: mean_us over the best variant's mean, less 1. runner_up: of the other variants timed to
         the end, the fastest.
     floor_us: the best floor kernel, same run. sol: share of the DRAM's peak. status: what bounds
-        the cell.
+        the cell. fresh: whether these are samples taken after the choice, which had no part in it.
     """
 
     work_units: WorkUnits
@@ -64,6 +64,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runner_up: str | None = None
     runner_up_us: Micros | None = None
     status: Bound | None = None
+    fresh: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Interval(

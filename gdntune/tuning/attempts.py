@@ -3,6 +3,7 @@ takes a process down.
 """
 
 import re
+import time as time_module
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from gdntune.device.arch import Device
 from gdntune.errors import GdntuneError, MeasurementError
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
-from gdntune.results.journal import NOISY, Cell, Check, Record, Trial
+from gdntune.results.journal import NOISY, Cell, Check, Purpose, Record, Trial
 from gdntune.tuning import noise, probe, worker
 from gdntune.tuning.config import Search
 from gdntune.tuning.executors import Crashed, NotStarted, Worker
@@ -35,6 +36,10 @@ PROBE_TIMEOUT_S = 300.0
 # A throttled cell, one during which a clock moved, and one whose times cannot be true, is timed
 # again.
 RETRIES = 1
+# Before a cell at the device's power limit is timed again.
+POWER_PAUSE_S = 2.0
+# Of the tensors on which a choice is timed again: other values, and slots in another order.
+FRESH_SEED = 1
 # How torch, CUDA and the system say that there was no memory; an illegal access is of another kind.
 _NO_MEMORY = re.compile(
     r"out of memory|OutOfMemory|MemoryError|not enough memory|(can't|cannot) allocate",
@@ -79,10 +84,14 @@ def attempts(measure: "Callable[[], T | Crashed]") -> "T | Crashed | Measurement
                 if timing.shifted
                 else "noisy"
                 if timing.noise
+                else "capped"
+                if timing.capped
                 else ""
             )
             if not what:
                 return found
+            if what == "capped" and disturbed[what] < RETRIES:
+                time_module.sleep(POWER_PAUSE_S)
             # A device that throttled gives times of another device; they are not kept even as a
             # last resort.
             if what != "throttled":
@@ -136,12 +145,22 @@ class CellJob(NamedTuple):
     search: Search
     default: str | msgspec.UnsetType = msgspec.UNSET
     choice: str | msgspec.UnsetType = msgspec.UNSET
-    purpose: Literal["bisection", "held-out"] | msgspec.UnsetType = msgspec.UNSET
+    purpose: Purpose | msgspec.UnsetType = msgspec.UNSET
     named: bool = False
     always_final: frozenset[str] = frozenset()
     peers: "Mapping[str, Peer]" = MappingProxyType({})
     device: Device | None = None
     entries: tuple[Named, ...] = ()
+
+    @property
+    def again(self) -> bool:
+        """Whether it is timed once its choice was made."""
+        return self.purpose == "evidence"
+
+    @property
+    def last_stage(self) -> Literal["final", "evidence"]:
+        """What its samples are recorded as that are no first look."""
+        return "evidence" if self.again else "final"
 
     def cell(self, on: Worker, status: Literal["ok", "failed"], **fields: Any) -> Cell:
         """The record that closes the cell."""
@@ -156,7 +175,7 @@ class CellJob(NamedTuple):
             problem=self.problem,
             variant=variant,
             role=role,
-            stage="screen" if role == "decode" else "final",
+            stage=self.last_stage if role != "decode" or self.again else "screen",
             status=end.status,  # type: ignore[arg-type]
             reason=end.reason,
         )
@@ -164,7 +183,9 @@ class CellJob(NamedTuple):
     def alone(self, variants: list[Variant], entries: Sequence[Named] = ()) -> "CellJob":
         """A quick look at some of it, to see whether it takes the process down."""
         # Whether it crashes shows at its first calls; rounds only cost time.
-        quick = msgspec.structs.replace(self.search, screen_rounds=2, final_rounds=2, keep=1)
+        quick = msgspec.structs.replace(
+            self.search, screen_rounds=2, final_rounds=2, keep=1, precision=0.0
+        )
         return self._replace(
             # Two samples of each say nothing of noise.
             device=None,
@@ -248,9 +269,12 @@ def _measured(on: Worker, job: CellJob) -> CellResult | Crashed | MeasurementErr
     """A cell's samples. With entries of peers, what gdntune refuses there is theirs too."""
     limit = cell_limit(job)
     cell = job.problem, job.variants, job.floors, job.search, job.always_final, job.entries
+    seed = FRESH_SEED if job.again else 0
+    # where choices were made before, their ratios are to be known well
+    narrow = isinstance(job.choice, str)
 
     def measure() -> CellResult | Crashed:
-        found = on.run(worker.time_task, *cell, timeout=limit)
+        found = on.run(worker.time_task, *cell, seed, narrow, timeout=limit)
         if isinstance(found, Crashed) or job.device is None:
             return found
         heard = noise.noise(job.device, found.timed)
@@ -284,7 +308,7 @@ def _timed(on: Worker, job: CellJob, retries: int) -> list[Record]:
             status="ok",
             kernels=msgspec.UNSET if t.kernels is None else t.kernels,
         )
-        for stage, us in (("screen", t.screen_us), ("final", t.final_us)):
+        for stage, us in (("screen", t.screen_us), (job.last_stage, t.final_us)):
             if us:
                 records.append(msgspec.structs.replace(trial, stage=stage, samples_us=us))
     closed = job.cell(on, default_variant=job.default, choice=job.choice, **went(got.timing))
@@ -308,6 +332,7 @@ def went(timing: CellTiming) -> dict[str, Any]:
         "status": "failed" if timing.throttled else "ok",
         "reason": reason,
         "stop": timing.stop,
+        "interval": msgspec.UNSET if timing.interval is None else round(timing.interval, 5),
         "seconds": round(timing.seconds, 4),
         "clocks_before": msgspec.to_builtins(timing.before),
         "clocks_after": msgspec.to_builtins(timing.after),

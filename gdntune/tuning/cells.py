@@ -5,16 +5,30 @@ that the table is judged at.
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from gdntune.errors import ConfigError, JournalError, listed
 from gdntune.problem import Contract, Problem
 from gdntune.results import workload
-from gdntune.results.derive import Timed, beyond, by_work_units, derive, marked, timed_cells
+from gdntune.results.derive import (
+    Timed,
+    beyond,
+    by_work_units,
+    derive,
+    marked,
+    noted_defaults,
+    passes,
+    timed_again,
+    timed_cells,
+)
 from gdntune.results.journal import Cell, Record, Run, Trial
-from gdntune.results.table import Rule
+from gdntune.results.table import Rule, Table
 from gdntune.tuning.config import Config, HeldOut, Search
+
+# Of those that a choice is compared with: the best two by the samples that chose.
+RUNNERS_UP = 2
 
 
 def crossovers(config: Config, records: Sequence[Record], run: Run) -> list[Problem]:
@@ -102,6 +116,50 @@ def effort(config: Config, problem: Problem) -> Search:
     return msgspec.structs.replace(
         search, final_rounds=rounds, max_cell_seconds=min(longer * search.max_cell_seconds, 86400.0)
     )
+
+
+def fresh_rounds(search: Search) -> int:
+    """The rounds in which a choice is timed again; 0: it is not."""
+    return search.final_rounds if search.fresh_rounds is None else search.fresh_rounds
+
+
+class Again(NamedTuple):
+    """A cell that is timed again once its choice was made: the choice first, then what it is
+    compared with; floors: those with the best samples.
+    """
+
+    variants: tuple[str, ...]
+    floors: frozenset[str]
+
+
+def again(
+    records: Sequence[Record], table: Table, noisy: Collection[Problem] = ()
+) -> dict[Problem, Again]:
+    """The cells whose choice has no samples that were taken after it, or had noisy ones: the
+    choice, the best by the samples that chose, the next best, and the default rule's.
+    """
+    rules = {rule.when: rule for rule in table.rules}
+    aside, known = set(marked(records)), timed_again(records)
+    defaults = noted_defaults(records)
+    trials = passes(records)
+    found: dict[Problem, Again] = {}
+    for contract, cells in by_work_units(timed_cells(records)).items():
+        for cell in (c for c in cells if contract in rules and c.problem not in aside):
+            choice = rules[contract].at(cell.work_units).variant
+            done = known.get(cell.problem)
+            fresh = done is not None and choice in done.finals and cell.problem not in noisy
+            if choice not in cell.finals or fresh:
+                continue
+            ranked = sorted(cell.finals, key=lambda name, c=cell: c.finals[name].stats.mean_us)
+            default = defaults(contract, cell.work_units)
+            wanted = [choice, *ranked[:RUNNERS_UP], *([default] if default in cell.finals else [])]
+            floors = frozenset(
+                t.variant.id
+                for t in trials[cell.problem]
+                if t.role == "floor" and t.stage == "final" and t.status == "ok"
+            )
+            found[cell.problem] = Again(tuple(dict.fromkeys(wanted)), floors)
+    return found
 
 
 def held_out(config: Config, records: Sequence[Record]) -> list[Problem]:

@@ -82,11 +82,14 @@ class Chain:
     with the same values.
     """
 
-    def __init__(self, problem: Problem, place: str, layers: int, packed: bool = False) -> None:
+    def __init__(
+        self, problem: Problem, place: str, layers: int, packed: bool = False, seed: int = 0
+    ) -> None:
         self.layers = layers
         gap = SLOT_GAP_BYTES // ITEMSIZE[problem.contract.state_dtype]
         made = [
-            make_case(problem, place, seed=layer, slot_stride_pad=gap) for layer in range(layers)
+            make_case(problem, place, seed=seed * CHAIN_LAYERS["cuda"] + layer, slot_stride_pad=gap)
+            for layer in range(layers)
         ]
         first = made[0]
         # A floor writes no output; what it leaves there must pass as finite.

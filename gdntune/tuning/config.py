@@ -81,6 +81,11 @@ class HeldOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] | None = None
 
 
+# Left out of a config it is this many; not as the field's default, since those that publish tables
+# were hashed without it.
+PLACEMENTS = 4
+
+
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How much a sweep spends on a cell.
 
@@ -89,7 +94,12 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep: leaders timed again. final_rounds: samples of each of them; 200 is where a 1% difference
         of means decides. placements: sets of
     tensors, each elsewhere in memory, among which the final rounds are shared out: on one set a
-        variant's lead of 1% may be its place's.
+        variant's lead of 1% may be its place's. Four where it is left out.
+    fresh_rounds: samples of each choice, and of what it is compared with, once it was made, on
+        tensors of their own: these are the table's evidence. As many as final_rounds where left
+        out, 0 for none.
+    precision: where choices are made, rounds go on until the 95% intervals of the ratios to the
+        choice are this narrow to either side, or the cell's time ends. 0: not.
     max_cell_seconds: a cell's timing ends here, with the rounds it has. regret: how much slower
         than a cell's best the chosen variant may
     be, where that saves an interval or a variant.
@@ -107,13 +117,20 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     screen_rounds: Count = 6
     keep: Count = 4
     final_rounds: Count = 200
-    placements: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    placements: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    fresh_rounds: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    precision: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.005
     max_cell_seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0
     regret: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01
     bisect: Annotated[float, msgspec.Meta(gt=1, le=16)] | None = None
     extra_cells: Count = 16
     held_out: Annotated[int, msgspec.Meta(ge=0, le=1000)] | tuple[HeldOut, ...] = 0
     workload: Annotated[tuple[Load, ...], msgspec.Meta(min_length=1)] | str | None = None
+
+    @property
+    def sets(self) -> int:
+        """The placements, four where they are left out."""
+        return PLACEMENTS if self.placements is None else self.placements
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,9 +1,11 @@
 """A journal's header, and what two timing processes must have in common to share one."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from gdntune import kernels
-from gdntune.device.arch import Device, software
+from gdntune.device.arch import Card, Device, software
 from gdntune.results.journal import Run, now
 from gdntune.timing import Policy
 from gdntune.tuning.plan import Plan
@@ -31,15 +33,19 @@ def run_header(plan: Plan, policy: Policy, command: str) -> Run:
         workload=workload if isinstance(workload, tuple) else msgspec.UNSET,
         cells=len(plan.problems),
         rounds=config.search.final_rounds,
+        placements=config.search.sets,
         **plan.header_fields(),
     )
 
 
-def resolved(header: Run, policy: Policy, peaks: dict[str, float]) -> Run:
-    """A header with the policy in force and the measured peaks."""
+def resolved(
+    header: Run, policy: Policy, peaks: dict[str, float], cards: Sequence[Card] = ()
+) -> Run:
+    """A header with the policy in force, the measured peaks and the GPUs that time."""
     # A tenth of a GB/s: the digits beyond differ from run to run and say nothing.
     rounded = {name: round(value, 1) for name, value in peaks.items()}
-    return msgspec.structs.replace(header, policy=_known(policy), peaks=rounded)
+    found = tuple(cards) or msgspec.UNSET
+    return msgspec.structs.replace(header, policy=_known(policy), peaks=rounded, cards=found)
 
 
 def _known(policy: Policy) -> dict[str, str]:

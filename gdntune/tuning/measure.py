@@ -10,8 +10,9 @@ from typing import Any, Literal, NamedTuple
 from gdntune import sol
 from gdntune.device.arch import Clocks, clocks, settled, shift, slowdown, throttled
 from gdntune.errors import MeasurementError
-from gdntune.kernels.spec import Variant
+from gdntune.kernels.spec import FLOORS, Variant, floor_name
 from gdntune.problem import Problem
+from gdntune.results.bootstrap import widest_interval
 from gdntune.timing import Timer, summary
 from gdntune.tuning import probe
 from gdntune.tuning.config import Search
@@ -47,7 +48,8 @@ class TimedVariant(NamedTuple):
 class CellTiming(NamedTuple):
     """How timing one cell went: the rule that ended it, its seconds, the clocks before and after.
 
-    noise: why its times cannot be believed, see `noise.noise`.
+    noise: why its times cannot be believed, see `noise.noise`. interval: half the width of the
+    widest interval of a ratio to the choice, over the ratio, where that ended it.
     """
 
     stop: str
@@ -55,6 +57,12 @@ class CellTiming(NamedTuple):
     before: Clocks
     after: Clocks
     noise: str = ""
+    interval: float | None = None
+
+    @property
+    def capped(self) -> bool:
+        """Whether the device was at its power limit."""
+        return "sw_power_cap" in {*self.before.event_reasons, *self.after.event_reasons}
 
     @property
     def throttled(self) -> str | None:
@@ -89,7 +97,7 @@ class Group(NamedTuple):
     open: whether there is anything to choose; else all have them.
     """
 
-    indices: range
+    indices: Sequence[int]
     keep: int
     always: list[int]
     open: bool
@@ -103,6 +111,8 @@ def time_cell(
     search: Search,
     always_final: Collection[str] = (),
     entries: Sequence[Named] = (),
+    seed: int = 0,
+    narrow: bool = False,
 ) -> CellResult:
     """Times a cell: all variants in quick mirrored rounds, the better third again, then the leaders
     on fresh samples.
@@ -110,7 +120,9 @@ def time_cell(
     always_final: ids of `decode` that are always among the leaders: the default rule's choice,
         which a tuned one must beat, what is judged here, such as the table's choice at a held-out
         cell, and all of a bench's; where it is all of them there is no screen. entries: of peers,
-        timed with the leaders, in whole cycles. MeasurementError for times that cannot be true.
+        timed with the leaders, in whole cycles. seed: of the tensors. narrow: rounds go on until
+        the ratios to the first of `decode`, the choice, are known to `search.precision`.
+        MeasurementError for times that cannot be true.
     """
     before = settled(session.gpu)
     # Nothing is timed: the caller tries again, or gives the cell to another device.
@@ -120,9 +132,10 @@ def time_cell(
     session.load(problem.contract, [*decode, *floors])
 
     def lay_out() -> CellTensors:
-        made = session.calls(problem, "decode", decode, packed=probe.packed(entries))
+        packed = probe.packed(entries)
+        made = session.calls(problem, "decode", decode, packed=packed, seed=seed)
         # The decode role first: under `chain` the floors are timed among its layers.
-        floor_calls = session.calls(problem, "floor", floors).calls if floors else []
+        floor_calls = session.calls(problem, "floor", floors, seed=seed).calls if floors else []
         bound = probe.bind(entries, made)
         cycles = [1] * (len(decode) + len(floors)) + bound.cycles
         return CellTensors(made, [*made.calls, *floor_calls, *bound.calls], cycles)
@@ -132,19 +145,29 @@ def time_cell(
     always = [i for i in range(n) if decode[i].id in always_final]
     # A bench chooses nothing, so there is nothing to screen.
     screens = len(always) < n
-    groups = [
-        Group(range(n), search.keep, always, screens),
-        Group(range(n, m), FLOOR_LEADERS, [], screens or m - n > FLOOR_LEADERS),
-    ]
+    groups = [Group(range(n), search.keep, always, screens)]
+    # each floor is tuned by itself
+    for name in FLOORS:
+        mine = [i for i, v in enumerate(floors, n) if floor_name(v) == name]
+        groups.append(Group(mine, FLOOR_LEADERS, [], screens or len(mine) > FLOOR_LEADERS))
     screen = _screened(session.timer, sets[0].everything, groups, search)
     leaders = [i for group in groups for i in _leaders(group, screen, search)]
     leaders += range(m, m + len(entries))
     rounds, stop = _rounds(session, sets[0], leaders, search, began)
-    finals = final(session, problem, sets, lay_out, leaders, rounds, search.placements)
+
+    def more() -> list[list[float]]:
+        del sets[1:]
+        found = final(session, problem, sets, lay_out, leaders, rounds, search.sets)
+        return [_whole_cycles(us, sets[-1].cycles[i]) for i, us in zip(leaders, found, strict=True)]
+
+    finals, interval = more(), None
+    if narrow and search.precision and 0 in leaders[:n]:
+        ends = began + search.max_cell_seconds
+        finals, interval, said = _narrowed(finals, leaders.index(0), search.precision, more, ends)
+        stop = f"{stop}; {said}"
     samples = dict(zip(leaders, finals, strict=True))
     # Right after the last sample, before anything that lets the device idle.
     after = clocks(session.gpu)
-    cycles = sets[-1].cycles
     # After the timing: CUPTI's recorder must not run while a graph or an event timer does.
     launched = [session.launched(sets[-1].everything[m + i]) for i in range(len(entries))]
     what: list[tuple[Variant, Role]] = [
@@ -154,11 +177,39 @@ def time_cell(
     ]
     kernels = [*[None] * m, *launched]
     timed = [
-        TimedVariant(v, role, screen[i], _whole_cycles(samples.get(i, []), cycles[i]), kernels[i])
+        TimedVariant(v, role, screen[i], samples.get(i, []), kernels[i])
         for i, (v, role) in enumerate(what)
         if screen[i] or i in samples
     ]
-    return CellResult(timed, CellTiming(stop, time.perf_counter() - began, before, after))
+    seconds = time.perf_counter() - began
+    return CellResult(timed, CellTiming(stop, seconds, before, after, interval=interval))
+
+
+def _narrowed(
+    finals: list[list[float]],
+    choice: int,
+    precision: float,
+    more: Callable[[], list[list[float]]],
+    ends: float,
+) -> tuple[list[list[float]], float | None, str]:
+    """Samples with as many more as narrow the intervals of all ratios to the choice's, or fit
+    before `ends`; the widest interval, and what ended it. more: samples of another turn of rounds.
+    """
+    turn = 0.0
+    while True:
+        widest = widest_interval(finals[choice], finals[:choice] + finals[choice + 1 :])
+        rounds = len(finals[choice])
+        if widest is None:
+            return finals, None, f"{rounds} samples are too few for intervals"
+        if widest <= precision:
+            return finals, widest, f"intervals within {precision:.1%} after {rounds} samples"
+        began = time.perf_counter()
+        # a turn that would end beyond the cell's time is not begun
+        if began + turn >= ends:
+            said = f"intervals within {widest:.1%} when the cell's time ended"
+            return finals, widest, f"{said}, after {rounds} samples"
+        finals = [mine + its for mine, its in zip(finals, more(), strict=True)]
+        turn = time.perf_counter() - began
 
 
 def _screened(
@@ -223,7 +274,7 @@ def _rounds(
         rounds = max(min(rounds, LEAST_ROUNDS), fit)
         stop = f"max_cell_seconds={search.max_cell_seconds:g}"
     cycle = math.lcm(*(tensors.cycles[i] for i in leaders))
-    if more := -rounds % (cycle * (search.placements if cycle > 1 else 1)):
+    if more := -rounds % (cycle * (search.sets if cycle > 1 else 1)):
         rounds, stop = rounds + more, f"{stop}, and {more} to end whole cycles"
     return rounds, stop
 

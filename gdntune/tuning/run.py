@@ -9,23 +9,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from gdntune import kernels, sol
+from gdntune.device import arch
 from gdntune.device.arch import cpu_threads
 from gdntune.errors import JournalError, MeasurementError
 from gdntune.kernels.spec import Variant
 from gdntune.objects.build import SPILL_LIMIT_BYTES, Built, compile_objects
 from gdntune.objects.store import Store
 from gdntune.problem import Contract, Problem
+from gdntune.results import journal as journals
 from gdntune.results.derive import as_chosen, derive, marked, timed_cells
 from gdntune.results.journal import Build, Cell, Check, Journal, Record, Run, noisy, timed, tried
 from gdntune.results.table import Table, save
 from gdntune.timing import Policy
 from gdntune.tuning import attempts, cells, notes
 from gdntune.tuning.attempts import CellJob
+from gdntune.tuning.cells import Again
 from gdntune.tuning.executors import Worker
 from gdntune.tuning.header import resolved, run_header
 from gdntune.tuning.plan import Choices, Plan, Usable, chosen_by
@@ -37,7 +40,7 @@ from gdntune.tuning.throttling import (
     was_throttled,
 )
 
-Purpose = Literal["bisection", "held-out"] | msgspec.UnsetType
+Purpose = journals.Purpose | msgspec.UnsetType
 
 
 class Progress:
@@ -97,7 +100,9 @@ def run(plan: Plan, folder: Path, means: Means) -> Outcome:
             start_team(plan.device, means.devices, means.executor, means.store, built, means.policy)
         )
         policy, note, peaks = team.agreed(journal.fresh)
-        journal.begin(resolved(header, policy, peaks))
+        local = plan.device.kind == "cuda" and means.executor == "local"
+        cards = [arch.card(i) for i in means.devices] if local else []
+        journal.begin(resolved(header, policy, peaks, cards))
         engine = _Run(plan, journal, team, means.progress)
         engine.notes += [note] if note else []
         engine.notes += notes.peers(plan)
@@ -133,7 +138,9 @@ class _Run:
         self.notes: list[str] = []
         self.throttling = Throttling()
         # Of an earlier run of this sweep, whose times cannot be believed: they are taken once more.
-        self.noisy = {cell.problem for cell in noisy(journal.records)}
+        marked_cells = noisy(journal.records)
+        self.noisy = {cell.problem for cell in marked_cells if cell.chooses}
+        self.noisy_again = {cell.problem for cell in marked_cells if not cell.chooses}
 
     # -- what compiled
 
@@ -202,7 +209,20 @@ class _Run:
             usable = self._cells("bisect", more, "bisection", _nothing, usable)
         if aside := cells.held_out(plan.config, journal.records):
             usable = self._cells("held out", aside, "held-out", self._choices(), usable)
-        return usable
+        return self._again(usable)
+
+    def _again(self, usable: Usable) -> Usable:
+        """Times each choice of the table anew, beside what it is compared with, on tensors of their
+        own: its first samples chose it, and flatter it.
+        """
+        if not cells.fresh_rounds(self.plan.config.search):
+            return usable
+        try:
+            table = derive(self.journal.records, self.journal.run, regret=self.plan.regret)
+        except (JournalError, MeasurementError):
+            return usable
+        todo = cells.again(self.journal.records, table, self.noisy_again)
+        return self._cells("again", list(todo), "evidence", _nothing, usable, todo)
 
     def _choices(self) -> Choices:
         """What the table chooses that the journal's cells give so far."""
@@ -219,13 +239,15 @@ class _Run:
         purpose: Purpose,
         judged: Choices,
         usable: Usable,
+        again: Mapping[Problem, Again] | None = None,
     ) -> Usable:
         """Times those cells that have no times, or had noisy ones when this journal was last
         written to. judged: what is timed to the end, beside what is named there and the leaders.
+        again: of cells that have times, what is timed anew.
         """
         # Once a run: cells that stay noisy would be timed again at every resumption of the same
         # run.
-        done = timed(self.journal.records) - self.noisy
+        done = set() if again is not None else timed(self.journal.records) - self.noisy
         self.noisy -= set(problems)
         todo = [p for p in problems if p not in done]
         if self.team.several:
@@ -235,7 +257,8 @@ class _Run:
         def jobs(todo: Sequence[Problem]) -> Iterator[Callable[[Worker], list[Record]]]:
             # Made when a worker is free: what took a process down before is left out.
             for problem in todo:
-                yield self._job(problem, purpose, judged(problem), usable)
+                few = None if again is None else again[problem]
+                yield self._job(problem, purpose, judged(problem), usable, few)
 
         # What failed before comes last: a device that it throttles gets to the others first.
         todo.sort(key=tried(self.journal.records).__contains__)
@@ -265,19 +288,34 @@ class _Run:
         return {worker.name for worker in self.team.workers if not self._fit(worker)}
 
     def _job(
-        self, problem: Problem, purpose: Purpose, judged: frozenset[str], usable: Usable
+        self,
+        problem: Problem,
+        purpose: Purpose,
+        judged: frozenset[str],
+        usable: Usable,
+        again: Again | None = None,
     ) -> Callable[[Worker], list[Record]]:
-        """What times a cell with all variants that are usable."""
+        """What times a cell with all variants that are usable, or again with a few of them."""
         plan = self.plan
         variants = plan.candidates(problem, usable)
+        floors = kernels.at(problem, plan.device, usable.floors[problem.contract])
+        effort = plan.effort(problem)
+        choice = msgspec.UNSET if plan.choices is None else plan.choices[problem].id
+        if again is not None:
+            by_id = {v.id: v for v in variants}
+            variants = [by_id[name] for name in again.variants if name in by_id]
+            floors = [f for f in floors if f.id in again.floors] or floors
+            choice, judged = again.variants[0], frozenset(again.variants)
+            rounds = cells.fresh_rounds(effort)
+            effort = msgspec.structs.replace(effort, final_rounds=rounds)
         ids, default = {v.id for v in variants}, plan.default(problem).id
         asked = CellJob(
             problem,
             variants,
-            kernels.at(problem, plan.device, usable.floors[problem.contract]),
-            plan.effort(problem),
+            floors,
+            effort,
             default=default if default in ids else msgspec.UNSET,
-            choice=msgspec.UNSET if plan.choices is None else plan.choices[problem].id,
+            choice=choice,
             purpose=purpose,
             named=self.team.several,
             always_final=judged | {v.id for v in plan.named(problem)},

@@ -164,7 +164,12 @@ class Session:
         return bool(self._records_fault)
 
     def calls(
-        self, problem: Problem, role: str, variants: Sequence[Variant], packed: bool = False
+        self,
+        problem: Problem,
+        role: str,
+        variants: Sequence[Variant],
+        packed: bool = False,
+        seed: int = 0,
     ) -> Calls:
         """Callables of a cell's variants over one shared set of tensors. Under `chain` the decode
         role's come first. packed: whether something reads q, k and v from one tensor.
@@ -176,15 +181,17 @@ class Session:
             turns = layers_of(problem, self.device)
         elif self.timer.policy.l2 == "rotate":
             turns = self._turns(problem)
-        cases = [] if role == "floor" else self._cases(problem, turns, packed)
+        cases = [] if role == "floor" else self._cases(problem, turns, packed, seed)
         # Under `chain` all layers begin with the same values, and under `rotate` they are one pool.
         kept = cases[0].state.clone() if cases else None
-        arguments = [c.arguments() for c in cases] or _floor_arguments(problem, turns, self.place)
+        arguments = [c.arguments() for c in cases] or _floor_arguments(
+            problem, turns, self.place, seed
+        )
         functions = [self.function(problem.contract, v) for v in variants]
         calls: list[Callable[[int], Any]] = [_call(f, arguments, turns) for f in functions]
         return Calls(calls, cases, kept)
 
-    def _cases(self, problem: Problem, turns: int, packed: bool) -> list[Any]:
+    def _cases(self, problem: Problem, turns: int, packed: bool, seed: int) -> list[Any]:
         """A cell's case; under `rotate` one a turn, of one pool; under `chain` one a layer, in what
         the timer times.
         """
@@ -195,11 +202,11 @@ class Session:
 
             # The last cell's pools go before this one's are made.
             self.chained.chain = None
-            self.chained.chain = chain = Chain(problem, self.place, turns, packed)
+            self.chained.chain = chain = Chain(problem, self.place, turns, packed, seed)
             return chain.cases
         if turns == 1:
-            return [make_case(problem, self.place)]
-        return _rotated(make_case(problem, self.place, slots=problem.B * turns))
+            return [make_case(problem, self.place, seed)]
+        return _rotated(make_case(problem, self.place, seed, slots=problem.B * turns))
 
     def _turns(self, problem: Problem) -> int:
         """Turns of a walk through a pool so large that what a turn touched has left L2 before it
@@ -244,14 +251,15 @@ def _rotated(case: Any) -> list[Any]:
     ]
 
 
-def _floor_arguments(problem: Problem, turns: int, place: str) -> list[tuple[Any, ...]]:
+def _floor_arguments(problem: Problem, turns: int, place: str, seed: int) -> list[tuple[Any, ...]]:
     """A floor kernel's arguments for each turn, over states of their own. Its factor is 1: it
     writes back what it read.
     """
     from gdntune.checking.cases import floor_case
 
     whole = msgspec.structs.replace(problem, B=problem.B * turns)
-    state, slots, buffer, factor, sink = floor_case(whole, sol.floor_form(problem.contract), place)
+    form = sol.floor_form(problem.contract)
+    state, slots, buffer, factor, sink = floor_case(whole, form, place, seed)
     buffers = [None] * turns if buffer is None else buffer.split(problem.B)
     # A turn's slots are those of its own part of the states, shuffled
     named = [slots[slots // problem.B == turn] % problem.B for turn in range(turns)]

@@ -96,11 +96,13 @@ def time_task(
     search: Search,
     always_final: Collection[str] = (),
     entries: Sequence[Named] = (),
+    seed: int = 0,
+    narrow: bool = False,
 ) -> CellResult:
     """Times one cell, see `measure.time_cell`."""
     try:
         return measure.time_cell(
-            current(start), problem, decode, floors, search, always_final, entries
+            current(start), problem, decode, floors, search, always_final, entries, seed, narrow
         )
     except Exception as e:
         # Whoever sends the error on holds its traceback, and with it this cell's tensors, while the

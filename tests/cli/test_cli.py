@@ -540,7 +540,7 @@ def test_judge(folder, tmp_path):
 
 def test_compare(folder, tmp_path):
     """A journal is the same as itself; a slower one is found, with exit code 1."""
-    assert "18 SAME" in run("compare", folder, folder).stdout
+    assert "18 TIE" in run("compare", folder, folder).stdout
     header = synthetic.run()
     slow = [
         r
@@ -554,7 +554,7 @@ def test_compare(folder, tmp_path):
     assert json.loads(result.stdout)["counts"] == {
         "FASTER": 0,
         "SLOWER": 18,
-        "SAME": 0,
+        "TIE": 0,
         "UNCLEAR": 0,
     }
 

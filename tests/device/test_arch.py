@@ -39,6 +39,9 @@ class FakeNvml(types.ModuleType):
             "nvmlDeviceGetClockInfo": lambda handle, clock: {1: 1980, 2: 2619}[clock],
             "nvmlDeviceGetTemperature": lambda handle, sensor: 41,
             "nvmlDeviceGetPowerUsage": lambda handle: 118_500,
+            "nvmlDeviceGetUUID": lambda handle: "GPU-ab-1",
+            "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 700_000,
+            "nvmlDeviceGetEccMode": lambda handle: [1, 0],
             "nvmlDeviceGetCurrentClocksEventReasons": lambda handle: reasons,
             "nvmlSystemGetDriverVersion": lambda: "580.159.04",
             "nvmlSystemGetCudaDriverVersion_v2": lambda: 13000,
@@ -307,6 +310,16 @@ def test_clocks(monkeypatch):
     now = arch.clocks()
     assert now == Clocks(1980, 2619, None, 118.5, ("sw_power_cap", "hw_thermal_slowdown"))
     assert arch.throttled(now)
+
+
+def test_which_card(monkeypatch):
+    """UUID, power limit, the present ECC mode and the temperature; empty where NVML does not tell."""
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(refused=["nvmlDeviceGetEccMode"]))
+    assert arch.card() == arch.Card("GPU-ab-1", 700.0, None, 41)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    assert arch.card().ecc is True
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert arch.card() == arch.Card()
 
 
 @pytest.mark.parametrize(

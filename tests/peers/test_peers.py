@@ -823,3 +823,15 @@ def compare_with_reference(case):
     if case.intermediate is not None:
         case.intermediate.copy_(found.intermediate)
     return found
+
+
+def test_the_chain_config_has_peers_at_each_cell():
+    """configs/bench-chain.yaml: T=1 and T=4 up to B=64, each cell with FlashInfer, SGLang or vLLM."""
+    whole = config.load(Path(__file__).parents[2] / "configs" / "bench-chain.yaml")
+    problems = whole.all_problems()
+    assert whole.policy.l2 == "chain" and {p.contract.tokens for p in problems} == {1, 4}
+    assert {p.B for p in problems} == {1, 4, 16, 64}
+    names = ("flashinfer", "sglang", "vllm", "fla")
+    served = {p: {e.name for n in names for e in peers.get(n).serving(p)[0]} for p in problems}
+    assert all(served.values())
+    assert {RING, OP, BEHIND, PACKED, PACKED_KDA, *OUTPUTS_KDA} <= set().union(*served.values())

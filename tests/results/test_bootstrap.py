@@ -27,7 +27,7 @@ def test_the_geometric_mean_has_an_interval_about_it():
 
 
 @pytest.mark.parametrize(
-    "factor, said", [(1.1, "SLOWER"), (0.9, "FASTER"), (1.0, "SAME"), (1.01, "UNCLEAR")]
+    "factor, said", [(1.1, "SLOWER"), (0.9, "FASTER"), (1.0, "TIE"), (1.01, "UNCLEAR")]
 )
 def test_what_an_interval_says(factor, said):
     """Beyond a tie, within it, across its edge."""

@@ -63,8 +63,8 @@ def test_verdicts(tmp_path):
         },
     )
     found = compare.compare(a, b)
-    assert verdicts(found) == {8: "FASTER", 16: "SLOWER", 32: "SAME", 64: "UNCLEAR"}
-    assert found.counts == {"FASTER": 1, "SLOWER": 1, "SAME": 1, "UNCLEAR": 1}
+    assert verdicts(found) == {8: "FASTER", 16: "SLOWER", 32: "TIE", 64: "UNCLEAR"}
+    assert found.counts == {"FASTER": 1, "SLOWER": 1, "TIE": 1, "UNCLEAR": 1}
     assert (found.only_a, found.only_b) == (0, 1)
     assert all(c.low < c.ratio < c.high for c in found.cells)
     assert compare.compare(a, b) == found
@@ -76,7 +76,7 @@ def test_a_journal_is_the_same_as_itself(tmp_path):
     """
     a = folder(tmp_path / "a", {w: {"a": samples(30 + w, 0.15, seed=w)} for w in range(1, 20)})
     found = compare.compare(a, a)
-    assert {c.verdict for c in found.cells} == {"SAME"}
+    assert {c.verdict for c in found.cells} == {"TIE"}
     assert {(c.ratio, c.low, c.high) for c in found.cells} == {(1.0, 1.0, 1.0)}
     # as noisy samples of another run are not, whatever their means
     b = folder(tmp_path / "b", {w: {"a": samples(30 + w, 0.15, seed=99 + w)} for w in range(1, 20)})
@@ -88,7 +88,7 @@ def test_chosen_or_named(tmp_path):
     a = folder(tmp_path / "a", {8: {"a": samples(100), "b": samples(120)}, 16: {"a": samples(100)}})
     b = folder(tmp_path / "b", {8: {"a": samples(130), "b": samples(100)}, 16: {"a": samples(100)}})
     chosen = compare.compare(a, b).cells[0]
-    assert (chosen.a, chosen.b, chosen.verdict) == ("a", "b", "SAME")
+    assert (chosen.a, chosen.b, chosen.verdict) == ("a", "b", "TIE")
     named = compare.compare(a, b, "b")
     assert verdicts(named) == {8: "FASTER", 16: "UNCLEAR"}
     assert named.cells[1].reason == "not timed to the end in A"
@@ -137,14 +137,14 @@ def test_what_cannot_be_compared(tmp_path):
 @pytest.mark.parametrize(
     "a_us, low, high, expected",
     [
-        (100, 0.995, 1.005, "SAME"),
+        (100, 0.995, 1.005, "TIE"),
         (100, 0.995, 1.02, "UNCLEAR"),
-        (100, 1.005, 1.009, "SAME"),
+        (100, 1.005, 1.009, "TIE"),
         (100, 1.011, 1.02, "SLOWER"),
         (100, 1.009, 1.02, "UNCLEAR"),
         (100, 0.9, 0.98, "FASTER"),
         (100, 0.9, 0.995, "UNCLEAR"),
-        (2, 0.985, 1.015, "SAME"),
+        (2, 0.985, 1.015, "TIE"),
         (2, 1.015, 1.02, "UNCLEAR"),
         (2, 0.9, 0.98, "FASTER"),
     ],
@@ -185,14 +185,14 @@ def test_the_interval_scales(times, factor):
 
 
 def test_document(tmp_path):
-    """What is printed counts the verdicts and shows the cells that are not SAME, and as detail the
+    """What is printed counts the verdicts and shows the cells that are no TIE, and as detail the
     others: each cell once.
     """
     a = folder(tmp_path / "a", {8: {"a": samples(100)}, 16: {"a": samples(100)}})
     b = folder(tmp_path / "b", {8: {"a": samples(120)}, 16: {"a": samples(100)}})
     found = compare.compare(a, b)
     document = comparison_document(found, "a, b")
-    assert "2 cells: 0 FASTER, 1 SLOWER, 1 SAME, 0 UNCLEAR" in document.sections[0].blocks[1].items
+    assert "2 cells: 0 FASTER, 1 SLOWER, 1 TIE, 0 UNCLEAR" in document.sections[0].blocks[1].items
     assert [[row[3] for row in s.blocks[0].rows] for s in document.sections[1:]] == [["8"], ["16"]]
     assert [s.detail for s in document.sections] == [False, False, True]
     assert msgspec.json.decode(msgspec.json.encode(found))["counts"]["SLOWER"] == 1

@@ -508,3 +508,34 @@ def test_a_smaller_regret_takes_less_of_the_clocks_step():
     records = [*checks("ab"), *cell(8, a=2.0 + 0.030, b=2.0), *cell(16, a=3.0, b=3.5)]
     chosen = {r: [i.variant for i in derive(records, RUN, regret=r).rules[0].intervals] for r in (0.01, 0.005, 0.0)}
     assert chosen == {0.01: ["a"], 0.005: ["b", "a"], 0.0: ["b", "a"]}
+
+
+def again(work_units, contract=CONTRACT, floor_us=None, **means):
+    """What was timed of a cell once its choice was made."""
+    found = [trial(work_units, name, us, contract, "evidence") for name, us in means.items()]
+    if floor_us is not None:
+        found.append(trial(work_units, "stream", floor_us, contract, "evidence", "floor"))
+    choice = next(iter(means))
+    return [*found, Cell(problem=problem(work_units, contract), status="ok", purpose="evidence", choice=choice)]
+
+
+def test_evidence_has_no_part_in_the_choice():
+    """Fault: a winner was shown on the samples that chose it. What is timed after the choice is the
+    table's evidence, and changes no choice, whatever it says.
+    """
+    first = [*checks("ab"), *cell(4, a=10.0, b=12.0, floor_us=9.0), *cell(64, a=20.0, b=16.0)]
+    later = [*first, *again(4, a=13.0, b=12.0, floor_us=9.5), *again(64, b=17.0)]
+    assert chosen(later) == chosen(first)
+    one, other = [i.evidence[0] for i in derive(later, RUN).rules[0].intervals]
+    assert (one.mean_us, one.floor_us, one.fresh) == (13.0, 9.5, True)
+    assert one.regret == pytest.approx(13 / 12 - 1, abs=1e-6) and one.runner_up == "b"
+    assert (other.mean_us, other.regret, other.fresh) == (17.0, 0.0, True)
+    before = derive(first, RUN).rules[0].intervals[0].evidence[0]
+    assert before.mean_us == 10.0 and before.fresh is msgspec.UNSET
+
+
+def test_evidence_of_another_choice_is_not_its_own():
+    """A replay that chooses otherwise shows the samples that chose, for it has no others."""
+    records = [*checks("ab"), *cell(4, a=10.0, b=10.05), *again(4, b=10.0)]
+    (interval,) = derive(records, RUN).rules[0].intervals
+    assert interval.variant == "a" and interval.evidence[0].fresh is msgspec.UNSET

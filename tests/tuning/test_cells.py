@@ -5,6 +5,7 @@ are known.
 import itertools
 import math
 
+import msgspec
 import pytest
 import synthetic
 import yaml
@@ -319,3 +320,29 @@ def test_parts_have_their_own_heads():
         ("gdn_decode", 2, 8),
         ("kda_decode", 3, 3),
     }
+
+
+def test_what_is_timed_again():
+    """A choice, the best two by the samples that chose, and the default's; not where the choice has
+    fresh samples, nor at held-out cells. Noisy fresh samples are taken anew.
+    """
+    problems = read().problems()[:3]
+    names = ("a", "b", "c", "d")
+    found = [Check(contract=problems[0].contract, variant=n, status="ok") for n in names]
+    for p in problems[:2]:
+        *trials, closed = timed(p, {"a": 10.05, "b": 10.0, "c": 10.02, "d": 12.0})
+        found += [*trials, msgspec.structs.replace(closed, default_variant="d")]
+    found += timed(problems[2], {"a": 10.0}, "held-out")
+    table = derive.derive(found, RUN)
+    asked = cells.again(found, table)
+    assert list(asked) == list(problems[:2])
+    choice = table.rules[0].at(problems[0].work_units).variant
+    assert asked[problems[0]].variants == tuple(dict.fromkeys((choice, "b", "c", "d")))
+    fresh = [
+        msgspec.structs.replace(r, stage="evidence")
+        for r in timed(problems[0], {choice: 10.3})
+        if isinstance(r, Trial) and r.stage == "final"
+    ]
+    found += [*fresh, Cell(problem=problems[0], status="ok", purpose="evidence", choice=choice)]
+    assert list(cells.again(found, table)) == [problems[1]]
+    assert list(cells.again(found, table, {problems[0]})) == list(problems[:2])

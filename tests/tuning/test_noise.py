@@ -12,13 +12,15 @@ from typer.testing import CliRunner
 
 from gdntune.cli.app import app
 from gdntune.device import arch
+from gdntune.device.arch import Clocks
 from gdntune.errors import JournalError
 from gdntune.report.report import report
 from gdntune.report.tables import table_document
 from gdntune.results import table
 from gdntune.results.derive import derive
-from gdntune.results.journal import Cell, Journal, noisy
+from gdntune.results.journal import Cell, Journal, noisy, power_capped
 from gdntune.tuning import attempts, noise, notes
+from gdntune.tuning.config import Search
 from gdntune.tuning.measure import CellResult, CellTiming, TimedVariant
 
 pytestmark = pytest.mark.noise
@@ -88,14 +90,38 @@ def test_a_noisy_cell_is_timed_again_then_marked(bad, reason):
         r for r in synthetic.records(synthetic.run()) if getattr(r, "role", "") == "decode"
     )
     worker = Fake(trial.variant, bad)
-    from gdntune.tuning.config import Search
-
     job = attempts.CellJob(trial.problem, [trial.variant], [], Search(), device=H100)
     *_, cell = attempts.time(worker, job)
     assert worker.asked == (1 if bad == 0 else 2)
     assert (
         cell.status == "ok" and cell.reason.startswith(reason) and bool(cell.reason) == bool(reason)
     )
+
+
+@pytest.mark.parametrize(("capped", "asked"), [(0, 1), (1, 2), (5, 2)])
+def test_a_cell_at_the_power_limit_is_timed_again_after_a_pause(monkeypatch, capped, asked):
+    """Fault: 14 of 60 cells of a published table were timed under a power cap, and nothing said so.
+    Once more after a pause; where the limit holds it down again, the cell says so.
+    """
+    paused = []
+    monkeypatch.setattr(attempts.time_module, "sleep", paused.append)
+    low = Clocks(1500, 2619, 60, 700.0, ("sw_power_cap",))
+    trial = next(
+        r for r in synthetic.records(synthetic.run()) if getattr(r, "role", "") == "decode"
+    )
+    worker = Fake(trial.variant, 0)
+
+    def run(function, problem, *rest, timeout):
+        found = Fake.run(worker, function, problem, *rest, timeout=timeout)
+        seen = (low, low) if worker.asked <= capped else (WELL, WELL)
+        return found._replace(timing=CellTiming("8 final rounds", 0.1, *seen))
+
+    worker.run = run
+    job = attempts.CellJob(trial.problem, [trial.variant], [], Search(), device=H100)
+    *_, cell = attempts.time(worker, job)
+    assert worker.asked == asked and paused == [attempts.POWER_PAUSE_S] * (asked - 1)
+    assert cell.status == "ok" and cell.power_capped is (capped > 1)
+    assert power_capped([cell]) == ({cell.problem} if capped > 1 else set())
 
 
 def test_a_mark_is_in_notes_and_table(tmp_path):

@@ -474,6 +474,31 @@ def test_attempts(outcomes, asked, found):
     assert isinstance(got, found) if isinstance(found, type) else got.number == found
 
 
+def test_choices_are_timed_again(store, tmp_path):
+    """Fault: a winner was shown on the samples that chose it, on one set of tensors. Each choice is
+    timed again with what it is compared with; the table's evidence is of that, and its choices are
+    those of a sweep without. Resumed, the sweep has nothing left.
+    """
+    text = TINY.replace("final_rounds: 8", "final_rounds: 8, fresh_rounds: 24, precision: 1.0")
+    outcome = run(tmp_path, store, text)
+    fresh = [r for r in outcome.records if isinstance(r, Trial) and r.stage == "evidence"]
+    closed = [r for r in outcome.records if isinstance(r, Cell) and r.purpose == "evidence"]
+    assert len(closed) == 2 and all("intervals within" in c.stop for c in closed)
+    assert {r.role for r in fresh} == {"decode", "floor"}
+    assert all(len(r.samples_us) >= 24 for r in fresh)
+    rules = outcome.table.rules
+    shown = [e for rule in rules for i in rule.intervals for e in i.evidence]
+    assert len(shown) == 2 and all(e.fresh and e.samples >= 24 for e in shown)
+    first = [r for r in outcome.records if r not in fresh and r not in closed]
+    chosen = [(i.first, i.last, i.variant) for i in rules[0].intervals]
+    without = derive.derive(first, outcome.run).rules[0].intervals
+    assert [(i.first, i.last, i.variant) for i in without] == chosen
+    # what a report shows of the choice are the samples taken after it
+    frame = report([tmp_path]).frame
+    assert set(frame.loc[frame["chosen"], "stage"]) == {"evidence"}
+    assert len(run(tmp_path, store, text).records) == len(outcome.records)
+
+
 def test_throttled_cells_are_counted_a_device():
     """A cell between that was well starts anew, and one of another device does not."""
     cell = synthetic.records(synthetic.run())[-1]

@@ -3,6 +3,8 @@ limits.
 """
 
 import gc
+import itertools
+import random
 import weakref
 
 import msgspec
@@ -16,8 +18,10 @@ from gdntune.objects import build
 from gdntune.objects.store import Store, object_spec
 from gdntune.problem import Contract, Problem
 from gdntune.timing import Policy
+from gdntune.tuning import attempts as trials
 from gdntune.tuning import chain, measure, session, worker
 from gdntune.tuning.config import Search
+from gdntune.tuning.executors import Crashed
 from gdntune.tuning.measure import CellResult, CellTiming, time_cell
 from gdntune.tuning.session import Calls, Session
 
@@ -305,3 +309,48 @@ def test_a_cell_that_fails_lets_go_of_its_tensors(variants, monkeypatch):
     first = weakref.ref(mine.chained.chain)
     mine.chained.chain = None
     assert first() is None, held.value
+
+
+def test_rounds_go_on_until_the_ratios_are_known(monkeypatch):
+    """Fault: rounds were as many as the config says, however wide the ratio's interval was. They go
+    on until it is narrow or the cell's time ends, and that is said.
+    """
+    clock = itertools.count(step=1.0)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
+    chance = random.Random(0)
+
+    def turn():
+        return [[chance.gauss(us, 1.0) for _ in range(30)] for us in (10.0, 12.0)]
+
+    found, widest, said = measure._narrowed(turn(), 0, 0.02, turn, 1e9)
+    assert widest <= 0.02 and len(found[0]) == len(found[1]) > 30
+    assert said == f"intervals within 2.0% after {len(found[0])} samples"
+    found, widest, said = measure._narrowed(turn(), 0, 0.001, turn, next(clock) + 6.0)
+    assert widest > 0.001 and 30 < len(found[0]) < 150
+    assert said.startswith(f"intervals within {widest:.1%} when the cell's time ended")
+    few = [[1.0] * 3, [2.0] * 3]
+    assert measure._narrowed(few, 0, 0.1, turn, 1e9) == (
+        few, None, "3 samples are too few for intervals",
+    )  # fmt: skip
+
+
+def test_a_bench_narrows_and_a_sweeps_first_samples_do_not(monkeypatch):
+    """Where the choice was made before, its ratios are what is asked for; what is timed again has
+    tensors of its own.
+    """
+    asked = []
+
+    class Worker:
+        name = "cpu"
+
+        def run(self, function, *arguments, timeout):
+            asked.append(arguments[-2:])
+            return Crashed("failed", "")
+
+    for fields, want in (
+        ({}, (0, False)),
+        ({"choice": "a"}, (0, True)),
+        ({"choice": "a", "purpose": "evidence"}, (trials.FRESH_SEED, True)),
+    ):
+        trials._measured(Worker(), trials.CellJob(PROBLEM, [], [], SEARCH, **fields))
+        assert asked[-1] == want
