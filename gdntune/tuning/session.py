@@ -251,7 +251,9 @@ def _rotated(case: Any) -> list[Any]:
     ]
 
 
-def _floor_arguments(problem: Problem, turns: int, place: str, seed: int) -> list[tuple[Any, ...]]:
+def _floor_arguments(
+    problem: Problem, turns: int, place: str, seed: int = 0
+) -> list[tuple[Any, ...]]:
     """A floor kernel's arguments for each turn, over states of their own. Its factor is 1: it
     writes back what it read.
     """

@@ -145,8 +145,8 @@ def test_final_rounds_on_several_sets_of_tensors(variants, monkeypatch, room):
     held, addresses = [], []
     calls = mine.calls
 
-    def watched(problem, role, found):
-        made = calls(problem, role, found)
+    def watched(problem, role, found, **options):
+        made = calls(problem, role, found, **options)
         if role == "decode":
             held.append(weakref.ref(made.case))
             addresses.append(made.case.state.data_ptr())
