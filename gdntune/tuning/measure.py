@@ -146,7 +146,7 @@ def time_cell(
     # A bench chooses nothing, so there is nothing to screen.
     screens = len(always) < n
     groups = [Group(range(n), search.keep, always, screens)]
-    # each floor is tuned by itself
+    # Each floor is tuned by itself.
     for name in FLOORS:
         mine = [i for i, v in enumerate(floors, n) if floor_name(v) == name]
         groups.append(Group(mine, FLOOR_LEADERS, [], screens or len(mine) > FLOOR_LEADERS))
