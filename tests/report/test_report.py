@@ -10,7 +10,7 @@ import synthetic
 from rich.console import Console
 
 from gdntune import kernels
-from gdntune.device.arch import target
+from gdntune.device.arch import Card, target
 from gdntune.errors import JournalError, TableError
 from gdntune.kernels.spec import Variant
 from gdntune.peers.spec import Peer
@@ -777,3 +777,73 @@ def test_a_peer_that_does_more_is_compared_with_ours_and_the_same_behind_it():
     # without its partner's time it is compared with nothing
     (found,) = report(op).peers()
     assert found["cells"] == 0
+
+
+def _text(*made):
+    return " ".join(_report_of(*made).markdown().split())
+
+
+def test_floors_are_named():
+    """Fault: the floor by the pool's index hid 2 to 5% at B=256. States in order are the headline's;
+    the pool's index and all bytes of the problem stand beside them, each by its name.
+    """
+    header = synthetic.run()
+    found = synthetic.records(header, batches=(64,))
+    index = Variant("stream", "stream.t4096.ilp4.idx", {"indexed": True})
+    made = []
+    for r in found:
+        if isinstance(r, Trial) and r.role == "floor":
+            slower = [1.25 * us for us in r.samples_us]
+            made.append(msgspec.structs.replace(r, variant=index, samples_us=slower))
+        made.append(r)
+    chosen = _report_of(header, made).frame.query("chosen")
+    assert set(chosen["floor"]) == {"states in order"}
+    assert (chosen["over_floor"] / chosen["over_index_floor"]).round(2).eq(1.25).all()
+    assert (chosen["over_bytes_floor"] < chosen["over_floor"]).all()
+    text = _text(header, made)
+    assert "same state bytes, states in order, same run" in text
+    assert "Over the floor by the pool's index, shuffled:" in text
+    assert "Over all bytes of the problem at the floor's rate:" in text
+    # an older journal has the other floor alone, and says so
+    alone = [r for r in made if not (isinstance(r, Trial) and r.variant == synthetic.FLOOR)]
+    assert "same state bytes, by the pool's index, same run" in _text(header, alone)
+
+
+def test_cells_at_the_power_limit_are_marked():
+    """Fault: 14 of 60 cells of a published table were timed under a power cap, unmarked."""
+    header, limit = synthetic.run(), {"event_reasons": ["sw_power_cap"]}
+    found = [
+        msgspec.structs.replace(r, clocks_after=limit)
+        if isinstance(r, Cell) and r.problem.B == 8
+        else r
+        for r in synthetic.records(header)
+    ]
+    made = _report_of(header, found)
+    chosen = made.frame.query("chosen")
+    assert set(chosen.loc[chosen["power_capped"], "B"]) == {8}
+    text = " ".join(made.markdown().split())
+    assert "6 cells were timed at the device's power limit" in text and "marked `^`" in text
+    eight = [line for line in made.markdown().splitlines() if line.startswith("| 8 x 64")]
+    assert eight and all("^" in line for line in eight)
+
+
+def test_which_samples_and_which_gpu():
+    """A report says whether choices are shown by the samples that chose them, how well ratios are
+    known, and on which GPU it was.
+    """
+    card = Card("GPU-ab-1", 700.0, True, 31)
+    header = synthetic.run(cards=(card,))
+    found = synthetic.records(header)
+    text = _text(header, found)
+    assert "18 choices are shown by the samples that chose them" in text
+    assert "GPU-ab-1, 700 W, ECC on, 31 C at the start" in text
+    again = []
+    for r in found:
+        if isinstance(r, Trial) and r.stage == "final":
+            again.append(msgspec.structs.replace(r, stage="evidence"))
+        elif isinstance(r, Cell):
+            said = "20 final rounds; intervals within 0.5% after 40 samples"
+            again.append(msgspec.structs.replace(r, purpose="evidence", stop=said, interval=0.004))
+    text = _text(header, [*found, *again])
+    assert "18 of 18 choices are shown by samples that were taken after the choice" in text
+    assert "as it did at 0 of 18 cells: half the widest is 0.40%" in text
