@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from gdntune.device.arch import Device
     from gdntune.objects.build import Built
+    from gdntune.objects.store import ObjectSpec
     from gdntune.report.report import Report
     from gdntune.tuning.config import Config
 
@@ -345,6 +346,12 @@ def compile_(
     ],
     part: PartNames = None,
     own_kernels: OwnKernels = None,
+    table: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Compile just what this table can choose for the config's contracts; one an op."
+        ),
+    ] = None,
     bundle: Annotated[
         Path | None,
         typer.Option(help="Folder to link all objects into, for a machine without a compiler."),
@@ -352,21 +359,20 @@ def compile_(
     jobs: Jobs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile every object that a sweep of a config needs, and say how many each part needs. Needs
-    no GPU.
+    """Compile every object that a sweep of a config needs, or just what tables can choose for it,
+    and say how many each part needs. Needs no GPU.
 
     The exit code is 1 where one does not compile.
     """
     from gdntune.cli.progress import stage
     from gdntune.objects.build import compile_objects
     from gdntune.objects.store import Store, write_bundle
-    from gdntune.tuning.plan import plan_objects
 
     wanted = config_of(config, part, own_kernels)
     device = target_of(arch)
     if bundle and (fault := no_folder(bundle)):
         raise UnsupportedProblem(f"--bundle {bundle}: {fault}; choose another place")
-    objects = plan_objects(wanted, device)
+    objects = _objects(wanted, device, table)
     if not objects:
         raise UnsupportedProblem(
             f"{wanted.name} needs no object on {device.arch}: no kernel serves its contracts there"
@@ -379,7 +385,7 @@ def compile_(
     if bundle and manifests:
         write_bundle(store, [m.spec for m in manifests], bundle)
     bundle_bytes = sum(f.stat().st_size for f in bundle.iterdir()) if bundle and manifests else None
-    parts = _parts(wanted, device)
+    parts = _parts(wanted, device, table)
     if as_json:
         print_json(
             {
@@ -405,15 +411,25 @@ def compile_(
         raise typer.Exit(FINDINGS)
 
 
-def _parts(config: "Config", device: "Device") -> list[dict[str, Any]]:
-    """What each part of a config needs by itself; objects that parts share count in each."""
+def _objects(
+    config: "Config", device: "Device", tables: list[Path] | None
+) -> "list[tuple[ObjectSpec, str]]":
+    """What a sweep of a config needs, or just what tables can choose for it."""
+    from gdntune.tuning.chosen import chosen_objects
     from gdntune.tuning.plan import plan_objects
 
+    if tables:
+        return chosen_objects(config.all_contracts(), tables, device)
+    return plan_objects(config, device)
+
+
+def _parts(config: "Config", device: "Device", tables: list[Path] | None) -> list[dict[str, Any]]:
+    """What each part of a config needs by itself; objects that parts share count in each."""
     rows: list[dict[str, Any]] = []
     for part in config.parts:
         alone = config.only([part.name])
         numbers = {"contracts": len(alone.all_contracts()), "cells": len(alone.problems())}
-        rows.append({"name": part.name, **numbers, "objects": len(plan_objects(alone, device))})
+        rows.append({"name": part.name, **numbers, "objects": len(_objects(alone, device, tables))})
     return rows
 
 

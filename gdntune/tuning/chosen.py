@@ -1,0 +1,45 @@
+"""The objects that tables can choose: what a runtime will call, and no more."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from gdntune import kernels
+from gdntune.device.arch import Device
+from gdntune.errors import UnsupportedProblem, listed
+from gdntune.objects.store import ObjectSpec
+from gdntune.problem import Contract
+from gdntune.results import table
+from gdntune.runtime.dispatch import Runtime
+
+
+def contracts_of(paths: Iterable[Path]) -> list[Contract]:
+    """The contracts that tables have rules for, each once."""
+    return list(dict.fromkeys(rule.when for path in paths for rule in table.load(path).rules))
+
+
+def chosen_objects(
+    contracts: Iterable[Contract], paths: Iterable[Path], device: Device
+) -> list[tuple[ObjectSpec, str]]:
+    """The objects that any of the tables can choose for contracts on a device, each once, with its
+    compiler. A rule that cannot serve a contract is passed over, as the runtime does.
+
+    UnsupportedProblem for a contract of an op that no table has rules for, or a table of another
+    kind of device.
+    """
+    wanted = list(contracts)
+    found: dict[str, tuple[ObjectSpec, str]] = {}
+    served: set[Contract] = set()
+    for path in paths:
+        runtime = Runtime(device)
+        ops = {rule.when.op for rule in runtime.use(path).rules}
+        for contract in (c for c in wanted if c.op in ops):
+            served.add(contract)
+            for choice in runtime.choices(contract):
+                spec = runtime.spec(contract, choice.variant)
+                found[spec.key] = (spec, kernels.get(choice.variant.kernel).compiler)
+    if left := {c.op for c in wanted if c not in served}:
+        raise UnsupportedProblem(
+            f"no given table has rules for {listed(sorted(left))}: give one for each op, or only"
+            " parts of the config that the tables are of (--part)"
+        )
+    return list(found.values())
