@@ -1,0 +1,125 @@
+"""What a step of drafts costs by the raw window and by a state per token, HV=64, bf16:
+
+    python tests/gpu/drafts.py --objects DIR        # anywhere: compiles what is called
+    GDNTUNE_BUNDLE=DIR python tests/gpu/drafts.py   # on the GPU: prints Markdown
+
+Microseconds a layer and step, interleaved, under cold-clean: medians of verify with the inputs in
+the window's memory and with copies to it, of a commit of all drafts for all layers over their
+number, and of a call with a slot per token.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+import gdntune
+from gdntune import kernels
+from gdntune.device import arch
+from gdntune.objects.build import compile_objects
+from gdntune.objects.store import Store, default_root, object_spec, write_bundle
+from gdntune.problem import Contract, Problem
+from gdntune.runtime import environment
+from gdntune.runtime.dispatch import Runtime
+from gdntune.timing import Policy, summary
+from gdntune.tuning.session import Session
+
+LAYERS, H, HV = 36, 16, 64
+SIZES, TOKENS = (1, 4, 16, 64, 256), (4, 8)
+
+
+def window(T: int, B: int, device: str, state: str = "bf16") -> gdntune.RawWindow:
+    """A window of all layers, its inputs drawn at random."""
+    parameters = torch.zeros(2, LAYERS, HV, device=device)
+    made = gdntune.RawWindow(
+        Problem(Contract(tokens=T, state_dtype=state), B, H, HV), layers=LAYERS, slots=B,
+        A_log=parameters[0], dt_bias=parameters[1],
+    )  # fmt: skip
+    for layer in range(LAYERS):
+        x = made.inputs(layer)
+        for tensor in (x.k, x.v, x.gate, x.b):
+            tensor.normal_()
+    return made
+
+
+def slots_contract(T: int) -> Contract:
+    """A state per token, started from the accepted one."""
+    return Contract(tokens=T, mode="frozen", intermediate="slots", accepted=True)
+
+
+def objects(folder: str, target: str = "sm_90a", name: str = "NVIDIA H200") -> None:
+    """Compiles and bundles what a table can choose for these contracts."""
+    from gdntune.device import gpus
+
+    device = gpus.named(name)
+    runtime = Runtime(device)
+    wanted = [kernels.flush()]
+    for T in TOKENS:
+        called = (*window(T, 1, "cpu").contracts, slots_contract(T))
+        wanted += [(c, x.variant) for c in called for x in runtime.choices(c)]
+    pairs = [
+        (object_spec(k, c, v, device, label=label), k.compiler)
+        for c, v in wanted
+        for k in [kernels.get(v.kernel)]
+        for label in ([None, "flush"] if (c, v) == kernels.flush() else [None])
+    ]
+    store = Store()
+    for built in compile_objects(pairs, store):
+        if not built.ok:
+            sys.exit(f"{built.spec.name}: {built.reason}")
+    bundle = write_bundle(store, [spec for spec, _ in pairs], Path(folder))
+    print(f"{len(bundle.objects)} objects in {folder}")
+
+
+def calls(T: int, B: int) -> list:
+    """verify where the inputs lie, verify with copies, commit, and a slot per token."""
+    mine = window(T, B, "cuda")
+    rows = torch.randperm(B, device="cuda").int()
+    accepted = torch.full((B,), T, dtype=torch.int32, device="cuda")
+    own = mine.inputs(0)
+    q = torch.randn_like(own.k)
+    given = [x.clone() for x in (own.k, own.v, own.gate, own.b)]
+    out = torch.empty(B, T, HV, 128, dtype=torch.bfloat16, device="cuda")
+    pool = torch.randn(B * T, HV, 128, 128, device="cuda", dtype=torch.bfloat16)
+    slots = torch.randperm(B * T, device="cuda").int().view(B, T)
+    first = torch.randint(1, T + 1, (B,), dtype=torch.int32, device="cuda")
+    parameters = torch.zeros(2, HV, device="cuda")
+    k, v, a, b = given
+    return [
+        lambda _: mine.verify(0, q, own.k, own.v, own.gate, own.b, rows, output=out),
+        lambda _: mine.verify(0, q, *given, rows, output=out),
+        lambda _: mine.commit(rows, accepted),
+        lambda _: gdntune.gated_delta_rule_decode(
+            q, k, v, a=a, b=b, A_log=parameters[0], dt_bias=parameters[1], initial_state=pool,
+            ssm_state_indices=slots, num_accepted_tokens=first, disable_state_update=True,
+            output=out,
+        ),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """One row a number of tokens and batch size."""
+    device = arch.detect("cuda")
+    session = Session(device, 0, Store(default_root(), environment.bundles()), Policy())
+    print(f"{device.name}: medians in us a layer\n")
+    print("| T | B | verify | with copies | commit / layer | window | a slot per token | ratio |")
+    print("| ---: " * 8 + "|")
+    for T in TOKENS:
+        for B in SIZES:
+            timed = session.timer.measure(calls(T, B), 60 if B < 256 else 30)
+            verify, copies, commit, slot = (summary(x).median_us for x in timed)
+            commit /= LAYERS
+            total = verify + commit
+            print(
+                f"| {T} | {B} | {verify:.2f} | {copies:.2f} | {commit:.2f} | {total:.2f} |"
+                f" {slot:.2f} | {slot / total:.2f} |",
+                flush=True,
+            )
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    if "--objects" in sys.argv:
+        objects(sys.argv[sys.argv.index("--objects") + 1])
+    else:
+        main()
