@@ -76,9 +76,9 @@ def kimi_linear(size: Size) -> Any:
         "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": size.hidden // 2,
         "n_group": 1, "kv_lora_rank": size.hidden // 2, "qk_rope_head_dim": 16,
         "qk_nope_head_dim": 16, "v_head_dim": 32, "linear_head_dim": size.K,
-        "linear_num_heads": size.H,
+        "linear_num_heads": size.H, "num_key_value_heads": size.heads,
     }  # fmt: skip
-    return KimiLinearForCausalLM(KimiLinearConfig(**_common(size), **attention))
+    return KimiLinearForCausalLM(KimiLinearConfig(**{**_common(size), **attention}))
 
 
 # How each is made, and the name of its step.

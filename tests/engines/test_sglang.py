@@ -9,6 +9,7 @@ import importlib
 import logging
 from pathlib import Path
 
+import calls
 import pytest
 import stand_ins
 import theirs
@@ -18,7 +19,7 @@ from gdntune.engines import sglang as ours
 from gdntune.engines import substitute
 from gdntune.errors import UnsupportedProblem
 
-H, HV, K, V, SLOTS = 2, 4, 64, 64, 12
+SIZES = calls.Sizes()
 SOURCES = Path(__file__).parent.parent.parent / ".gpu_kit" / "sources"
 
 
@@ -46,51 +47,6 @@ def dispatcher(sglang, op, decode="triton", verify="triton"):
     return built(backend(decode), backend("triton"), backend(verify))
 
 
-def normal(*shape, seed=0):
-    """Random numbers that depend on their shape and seed alone."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-
-
-def indices(*values):
-    """int32 indices."""
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def calls(op):
-    """The arguments of each method, made anew at each call: 4 rows, in verify of 3 and 1 tokens."""
-    kda = op == "kda"
-    heads = HV if kda else H
-    mixed = normal(4, 2 * heads * K + HV * V + 32)[:, : 2 * heads * K + HV * V]
-    q, k, v = (x.unsqueeze(0) for x in theirs.split(mixed, HV, K, V))
-    gates = {
-        "a": normal(4, HV * K) if kda else normal(4, HV), "b": normal(4, HV, seed=1),
-        "A_log": normal(1, 1, HV, 1, seed=2) if kda else normal(HV, seed=2),
-        "dt_bias": normal(HV * K, seed=3) if kda else normal(HV, seed=3),
-        **({"lower_bound": -5.0} if kda else {}),
-    }  # fmt: skip
-
-    def common(*slots):
-        pool = normal(SLOTS, HV * V * K + 32)[:, : HV * V * K].unflatten(1, (HV, V, K))
-        return {**gates, "ssm_states": pool, "cache_indices": indices(*slots)}
-
-    rows = {"q": q, "k": k, "v": v}
-    return {
-        "decode": lambda: {
-            **rows, **common(3, 0, 7, -1), "query_start_loc": indices(0, 1, 2, 3, 4),
-        },
-        "packed_decode": lambda: {
-            "mixed_qkv": mixed, **common(3, 0, 7, -1), "scale": K**-0.5, "num_v_heads": HV,
-            "head_v_dim": V, "replayssm_d": None,
-        },
-        "target_verify": lambda: {
-            **rows, **common(3, 0, -1), "query_start_loc": indices(0, 3, 4),
-            "intermediate_states_buffer": torch.zeros(5, 3, HV, V, K),
-            "intermediate_state_indices": indices(2, 0, 1), "cache_steps": 3,
-            "retrieve_parent_token": None, "stable_rows": False,
-        },
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("backend", ["triton", "gdntune"])
 @pytest.mark.parametrize("method", ["decode", "packed_decode", "target_verify"])
 @pytest.mark.parametrize("op", ["gdn", "kda"])
@@ -98,7 +54,7 @@ def test_calls_reach_ours_and_are_right(op, method, backend, sglang, monkeypatch
     """Outputs, pools and buffers of each method are what SGLang's own kernel gives, by ours alone;
     --linear-attn-decode-backend gdntune is a choice that its dispatchers can be built with.
     """
-    arguments, reference = calls(op)[method], calls(op)[method]()
+    arguments, reference = calls.of_sglang(op, SIZES)[method], calls.of_sglang(op, SIZES)[method]()
     plain = dispatcher(sglang, op)
     expected = getattr(plain, method)(**reference)
     assert theirs.CALLS[f"{op}.{method}"] == 1
@@ -160,10 +116,10 @@ def test_what_was_chosen_stays(sglang, monkeypatch):
     [
         ("packed_decode", {"replayssm_d": torch.zeros(1)}, "replayssm_d: a ring of drafts"),
         ("target_verify", {"cache_steps": 17}, "max_tokens=17"),
-        ("decode", {"query_start_loc": indices(0, 3, 4)}, "4 rows of 2 requests"),
+        ("decode", {"query_start_loc": SIZES.indices(0, 3, 4)}, "4 rows of 2 requests"),
         (
             "decode",
-            {"ssm_states": torch.zeros(SLOTS, HV, V, K).double()},
+            {"ssm_states": SIZES.pool().double()},
             "initial_state has dtype",
         ),
     ],
@@ -174,7 +130,7 @@ def test_what_is_not_served_is_theirs(method, change, said, sglang, caplog, monk
     monkeypatch.setattr(theirs, "sglang", lambda *call: given.append(call) or "theirs")
     ours.enable()
     built = dispatcher(sglang, "gdn")
-    call = calls("gdn")[method]() | change
+    call = calls.of_sglang("gdn", SIZES)[method]() | change
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert getattr(built, method)(**call) == "theirs"
@@ -189,7 +145,7 @@ def test_what_is_not_served_is_theirs(method, change, said, sglang, caplog, monk
 def test_null_index_is_an_argument(sglang):
     """With null_index=0 slot 0 is padding, and another one afterwards is refused."""
     ours.enable(null_index=0)
-    call = calls("gdn")["packed_decode"]()
+    call = calls.of_sglang("gdn", SIZES)["packed_decode"]()
     output = dispatcher(sglang, "gdn").packed_decode(**call)
     assert output[0, 1].abs().max() == 0
     with pytest.raises(UnsupportedProblem, match=r"null_index=-1: since enable\(\) it is 0"):

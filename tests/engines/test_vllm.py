@@ -6,6 +6,7 @@ import importlib
 import inspect
 import logging
 
+import calls
 import pytest
 import stand_ins
 import theirs
@@ -15,7 +16,6 @@ from gdntune.engines import late, substitute
 from gdntune.engines import vllm as ours
 from gdntune.errors import UnsupportedProblem
 
-H, HV, K, V, SLOTS = 2, 4, 64, 64, 12
 NAMES = {
     "gdn": (ours.QWEN, "fused_recurrent_gated_delta_rule_packed_decode"),
     "kda": (ours.KIMI, "fused_recurrent_kda_packed_decode"),
@@ -34,91 +34,12 @@ def vllm(tmp_path, monkeypatch):
         substitute._said.clear()
 
 
-def normal(*shape, seed=0, dtype=torch.float32):
-    """Random numbers that depend on their shape and seed alone."""
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator).to(dtype)
+SIZES = calls.Sizes()
+CASES = {name: case for name, *case in calls.of_vllm(SIZES)}
+DIRECT = [name for name, (_, function, _) in CASES.items() if function != "fused_mtp_decode_impl"]
 
 
-def pool(dtype=torch.float32, heads=HV):
-    """A pool whose slots are padded to pages, as vLLM's are."""
-    return normal(SLOTS, heads * V * K + 32, dtype=dtype)[:, : heads * V * K].unflatten(
-        1, (heads, V, K)
-    )
-
-
-def indices(*values):
-    """int32 indices."""
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def gdn_rows(L, dtype=torch.float32):
-    """mixed_qkv, a, b of L rows, each a slice of something wider, and A_log, dt_bias."""
-    wide = normal(L, 2 * H * K + HV * V + 64, dtype=dtype)[:, : 2 * H * K + HV * V]
-    ba = normal(L, 2 * HV, seed=1, dtype=dtype)
-    return (wide, ba[:, :HV], ba[:, HV:]), (normal(HV, seed=2), normal(HV, seed=3))
-
-
-def cases():
-    """A name, where it is, which function, and its arguments, made anew for each call."""
-    (mixed, a, b), (A_log, dt_bias) = gdn_rows(4)
-    q, k, v = (x.unsqueeze(0) for x in theirs.split(mixed, HV, K, V))
-    one, drafts = indices(3, 0, 7, -1), indices((1, 2, 3), (4, 5, 0), (0, 0, 0))
-    # two requests of 3 and 1 tokens, and one of padding without any
-    ragged, accepted = indices(0, 3, 4, 4), indices(2, 1, 1)
-    dense = indices(0, 1, 2, 3, 4)
-    g, beta = -torch.rand(1, 4, HV, K), torch.rand(1, 4, HV)
-    full = {"A_log": A_log, "dt_bias": dt_bias, "a": a, "b": b}
-    yield "packed", ours.QWEN, "fused_recurrent_gated_delta_rule_packed_decode", lambda: {
-        "mixed_qkv": mixed, **full, "scale": 0.2, "initial_state": pool(),
-        "out": torch.empty(4, 1, HV, V), "ssm_state_indices": one, "use_qk_l2norm_in_kernel": True,
-    }  # fmt: skip
-    rows = {"q": q, "k": k, "v": v, "use_qk_l2norm_in_kernel": True}
-    yield "sigmoid", ours.QWEN, "fused_sigmoid_gating_delta_rule_update", lambda: {
-        **full, **rows, "initial_state": pool(), "cu_seqlens": dense, "ssm_state_indices": one,
-    }  # fmt: skip
-    yield "sigmoid drafts", ours.QWEN, "fused_sigmoid_gating_delta_rule_update", lambda: {
-        **full, **rows, "initial_state": pool(), "cu_seqlens": ragged, "ssm_state_indices": drafts,
-        "num_accepted_tokens": accepted,
-    }  # fmt: skip
-    yield "olmo", ours.OLMO, "fused_recurrent_gated_delta_rule", lambda: {
-        **rows, "g": g[..., 0], "beta": beta, "initial_state": pool(), "cu_seqlens": ragged,
-        "ssm_state_indices": drafts, "num_accepted_tokens": accepted,
-    }  # fmt: skip
-    kmixed = normal(4, 2 * HV * K + HV * V + 64)[:, : 2 * HV * K + HV * V]
-    q, k, v = (x.unsqueeze(0) for x in theirs.split(kmixed, HV, K, V))
-    raw = {
-        "raw_g": normal(1, 4, HV, K), "raw_beta": normal(1, 4, HV, seed=4),
-        "A_log": A_log, "dt_bias": normal(HV * K, seed=5),
-    }  # fmt: skip
-    for bound in (None, -5.0):
-        yield f"kda packed {bound}", ours.KIMI, "fused_recurrent_kda_packed_decode", lambda bound=bound: {
-            "mixed_qkv": kmixed, **raw, "lower_bound": bound, "initial_state": pool(),
-            "state_indices": one,
-        }  # fmt: skip
-    yield "kda packed out", ours.KIMI, "fused_recurrent_kda_packed_decode", lambda: {
-        "mixed_qkv": kmixed, **raw, "lower_bound": None, "initial_state": pool(),
-        "state_indices": one, "scale": 0.3, "out": torch.empty(1, 4, HV, V),
-    }  # fmt: skip
-    yield "kda drafts", ours.KIMI, "fused_recurrent_kda", lambda: {
-        "q": q, "k": k, "v": v, **raw, "lower_bound": -5.0, "initial_state": pool(),
-        "cu_seqlens": ragged, "ssm_state_indices": drafts, "num_accepted_tokens": accepted,
-        "out": torch.empty(1, 4, HV, V),
-    }  # fmt: skip
-    yield "kda one", ours.KIMI, "fused_recurrent_kda", lambda: {
-        "q": q, "k": k, "v": v, **raw, "lower_bound": None, "initial_state": pool(),
-        "cu_seqlens": dense, "ssm_state_indices": one,
-    }  # fmt: skip
-    yield "bailing", ours.BAILING, "fused_recurrent_kda", lambda: {
-        "q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": pool(),
-        "cu_seqlens": dense, "ssm_state_indices": one, "safe_gate": True, "lower_bound": -5.0,
-    }  # fmt: skip
-
-
-CASES = {name: case for name, *case in cases()}
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", DIRECT)
 def test_calls_reach_ours_and_are_right(name, vllm):
     """Outputs and pools of each function are what vLLM's own gives, padding and short requests
     included, by our kernels alone.
@@ -135,24 +56,12 @@ def test_calls_reach_ours_and_are_right(name, vllm):
     torch.testing.assert_close(state, expected[1], atol=2e-6, rtol=2e-5)
 
 
-@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
-@pytest.mark.parametrize("given", [True, False])
-def test_post_conv_op(activation, given, vllm):
+@pytest.mark.parametrize("name", [name for name in CASES if name not in DIRECT])
+def test_post_conv_op(name, vllm):
     """The fused op's contract, gated norm included: what fused_mtp_decode_impl() returns is ours,
     the same object each time.
     """
-    (mixed, a, b), (A_log, dt_bias) = gdn_rows(4)
-
-    def arguments():
-        return {
-            "mixed_qkv": mixed, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias,
-            "state_indices": indices((1, 2, 3), (4, 5, 0), (0, 0, 0)),
-            "cu_seqlens": indices(0, 3, 4, 4), "num_accepted_tokens": indices(2, 1, 1),
-            "state": pool(), "output_gate": normal(4, HV * V + 8)[:, : HV * V].unflatten(1, (HV, V)),
-            "norm_weight": normal(V), "out": torch.empty(4, HV, V) if given else None,
-            "scale": 0.1, "norm_eps": 1e-6, "output_gate_activation": activation,
-        }  # fmt: skip
-
+    arguments = CASES[name][2]
     qwen, first, second = vllm(ours.QWEN), arguments(), arguments()
     expected = qwen.fused_mtp_decode_impl()(**first)
     ours.enable()
@@ -160,7 +69,7 @@ def test_post_conv_op(activation, given, vllm):
     assert op is qwen.fused_mtp_decode_impl()
     output = op(**second)
     assert op.counts.served == 1
-    assert output is second["out"] or not given
+    assert second["out"] is None or output is second["out"]
     torch.testing.assert_close(output, expected, atol=5e-6, rtol=5e-5)
     torch.testing.assert_close(second["state"], first["state"], atol=2e-6, rtol=2e-5)
 
@@ -169,22 +78,24 @@ def test_layer_class(vllm):
     """vLLM's layer calls by the names of its module: decode and drafts of bf16 rows and an fp32
     pool are ours.
     """
-    qwen = vllm(ours.QWEN)
-    (mixed, a, b), parameters = gdn_rows(4, torch.bfloat16)
-    results = []
+    qwen, results = vllm(ours.QWEN), []
+    cases = {name: make for name, _, _, make in calls.of_vllm(SIZES._replace(dtype=torch.bfloat16))}
     for on in (False, True):
         if on:
             ours.enable()
+        one, drafts = cases["packed"](), cases["post conv silu"]()
         layer = qwen.QwenGatedDeltaNetAttention(
-            *parameters, normal(V, dtype=torch.bfloat16), pool()
+            one["A_log"], one["dt_bias"], drafts["norm_weight"], one["initial_state"]
         )
-        out = torch.empty(2, 4, HV, V, dtype=torch.bfloat16)
-        layer.decode(mixed, a, b, indices(3, 0, 7, 8), out[0])
+        layer.decode(
+            one["mixed_qkv"], one["a"], one["b"], one["ssm_state_indices"], one["out"].squeeze(1)
+        )
         layer.drafts(
-            mixed, a, b, indices((1, 2, 3), (4, 5, 6)), indices(0, 3, 4), indices(1, 3),
-            normal(4, HV, V, dtype=torch.bfloat16), out[1],
+            drafts["mixed_qkv"], drafts["a"], drafts["b"], drafts["state_indices"],
+            drafts["cu_seqlens"], drafts["num_accepted_tokens"], drafts["output_gate"],
+            drafts["out"],
         )  # fmt: skip
-        results.append((out, layer.pool))
+        results.append((one["out"], drafts["out"], layer.pool))
     assert sum(theirs.CALLS.values()) == 2
     torch.testing.assert_close(results[1], results[0], atol=1e-2, rtol=1e-2)
 
@@ -226,9 +137,9 @@ def test_nothing_is_imported_before_vllm_does(vllm):
 @pytest.mark.parametrize(
     ("case", "change", "said"),
     [
-        ("packed", {"initial_state": lambda: pool().double()}, "initial_state has dtype"),
+        ("packed", {"initial_state": lambda: SIZES.pool().double()}, "initial_state has dtype"),
         ("sigmoid drafts", {"inplace_final_state": lambda: False}, "inplace_final_state=False"),
-        ("sigmoid", {"ssm_state_indices": lambda: indices(1, 2, 3)}, "4 rows of 4 requests"),
+        ("sigmoid", {"ssm_state_indices": lambda: SIZES.indices(1, 2, 3)}, "4 rows of 4 requests"),
         ("kda drafts", {"dt_bias": lambda: None}, "dt_bias is None"),
         ("olmo", {"cu_seqlens": lambda: None}, "cu_seqlens are missing"),
     ],
@@ -276,7 +187,7 @@ def test_null_index_is_an_argument(vllm):
     ours.enable(null_index=-1)
     output, state = getattr(vllm(module), function)(**arguments())
     assert output[1].abs().max() > 0
-    assert not torch.equal(state[0], pool()[0])
+    assert not torch.equal(state[0], SIZES.pool()[0])
     with pytest.raises(UnsupportedProblem, match=r"null_index=0: since enable\(\) it is -1"):
         ours.enable()
 
@@ -309,10 +220,10 @@ def test_norm_is_vllms_kernel_on_cuda(tmp_path, vllm, monkeypatch):
             (parent / "__init__.py").touch()
         importlib.invalidate_caches()
         seen[module] = vllm(module).CALLED = []
-    x, weight = torch.zeros(3, HV, V), torch.ones(V)
-    ours._norm_of("cuda", "sigmoid")(x, normal(3, HV, V), weight, 1e-6, "sigmoid")
+    x, weight = torch.zeros(3, 4, 64), torch.ones(64)
+    ours._norm_of("cuda", "sigmoid")(x, SIZES.normal(3, 4, 64), weight, 1e-6, "sigmoid")
     ((args, kwargs),) = seen[ours.NORMS[0][0]]
-    assert args[0].shape == (3 * HV, V)
+    assert args[0].shape == (12, 64)
     assert args[0].data_ptr() == x.data_ptr() == kwargs["out"].data_ptr()
     assert kwargs["activation"] == "sigmoid"
     ours._norm_of.cache_clear()
