@@ -42,9 +42,7 @@ def ratio_of_means(a: Sequence[float], b: Sequence[float], seed: str) -> RatioIn
     return RatioInterval(float(np.mean(b) / np.mean(a)), low, high)
 
 
-def widest_interval(
-    choice: Sequence[float], others: Sequence[Sequence[float]]
-) -> float | None:
+def widest_interval(choice: Sequence[float], others: Sequence[Sequence[float]]) -> float | None:
     """Half the width of the widest interval of a ratio to the choice's mean, over that ratio; None
     where one has too few samples for an interval.
     """
@@ -54,7 +52,9 @@ def widest_interval(
     return max((r.high - r.low) / 2 / r.ratio for r in found)
 
 
-def geometric_mean_of_ratios(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> RatioInterval:
+def geometric_mean_of_ratios(
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
+) -> RatioInterval:
     """The geometric mean over cells of B's mean over A's, with its interval; at least one pair."""
     import numpy as np
 
@@ -70,9 +70,7 @@ def resampled_ratios(a: Sequence[float], b: Sequence[float], seed: str) -> "np.n
 
     chance = np.random.default_rng([SEED, zlib.crc32(seed.encode())])
     means = _resampled_means(np.asarray(a, dtype=float), chance)
-    others = (
-        means if list(a) == list(b) else _resampled_means(np.asarray(b, dtype=float), chance)
-    )
+    others = means if list(a) == list(b) else _resampled_means(np.asarray(b, dtype=float), chance)
     # Samples of 0 us on a CPU's coarse clock: a resampling of these alone has no ratio.
     return others[means > 0] / means[means > 0]
 
@@ -94,6 +92,7 @@ def _resampled_means(samples: Any, chance: "np.random.Generator") -> Any:
 
 def _bounds(values: Any) -> tuple[float, float]:
     import numpy as np
+
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(values, [tail, 100 - tail])
     return float(low), float(high)

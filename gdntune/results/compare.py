@@ -17,6 +17,7 @@ from gdntune.results.derive import Final, Timed, by_work_units, derive, timed_ce
 from gdntune.errors import JournalError, UnknownName, UnsupportedProblem, listed
 from gdntune.results.journal import Run
 from gdntune.problem import Contract
+
 CHOSEN = "chosen"
 # So many variants at most does a refusal list.
 LISTED = 20

@@ -94,8 +94,6 @@ def derive(
             name: cell.finals[name].variant for cell, name in zip(cells, choice, strict=True)
         }
 
-    losses = [e.regret for rule in rules for interval in rule.intervals for e in interval.evidence]
-    held = _held_out_regrets(rules, judged)
     return Table(
         schema="gdntune.table/1",
         device=run.device,
@@ -107,20 +105,7 @@ def derive(
             for name in sorted({v.kernel for v in variants.values()})
         },
         policy=run.policy,
-        evidence=Origin(
-            journal_sha256=digest(run, records),
-            config=run.config,
-            config_sha256=run.config_sha256,
-            started=run.started,
-            cells=len(losses),
-            trials=sum(isinstance(r, Trial) for r in records),
-            failures=failures_by_kind(records),
-            regret_max=max(losses),
-            regret_mean=round(math.fsum(losses) / len(losses), 6),
-            held_out_cells=len(held),
-            held_out_regret_max=max(held, default=None),
-            held_out_regret_mean=round(math.fsum(held) / len(held), 6) if held else msgspec.UNSET,
-        ),
+        evidence=_origin(records, run, rules, judged),
         variants={name: TableVariant(v.kernel, v.knobs) for name, v in sorted(variants.items())},
         rules=tuple(rules),
     )
@@ -447,22 +432,28 @@ def _timed(problem: Problem, trials: Iterable[Trial], checked: Collection[str]) 
         for (role, stage, name), trial in usable.items()
         if (role, stage) == ("decode", "screen") and name in checked
     }
-    floor = None
-    for name, wanted in itertools.product(FLOORS, ("final", "screen")):
-        found = [
-            summary(t.samples_us)
-            for (role, stage, _), t in usable.items()
-            if (role, stage) == ("floor", wanted) and floor_name(t.variant) == name
-        ]
-        # A floor's final samples where there are any; with one floor alone there was nothing to
-        # screen.
-        floor = floor or min(found, key=lambda s: s.median_us, default=None)
+    floor = _floor(usable)
     known = {
         name: t.variant
         for (role, _, name), t in usable.items()
         if role == "decode" and name in checked
     }
     return Timed(problem, finals, screens, floor, tuple(order), known)
+
+
+def _floor(usable: Mapping[tuple[str, str, str], Trial]) -> Stats | None:
+    """The fastest floor of the first name that has times, by its final samples where there are any:
+    with one floor alone there was nothing to screen.
+    """
+    for name, wanted in itertools.product(FLOORS, ("final", "screen")):
+        found = [
+            summary(trial.samples_us)
+            for (role, stage, _), trial in usable.items()
+            if (role, stage) == ("floor", wanted) and floor_name(trial.variant) == name
+        ]
+        if found:
+            return min(found, key=lambda s: s.median_us)
+    return None
 
 
 def ranks(cells: Iterable[Timed]) -> dict[str, int]:
@@ -585,6 +576,30 @@ def evidence_of(cell: Timed, name: str, run: Run, again: Timed | None) -> Eviden
             cell.problem, stats.median_us, run.device, run.policy.get("l2", "cold-clean")
         ),
         fresh=True if fresh else msgspec.UNSET,
+    )
+
+
+def _origin(
+    records: Sequence[Record], run: Run, rules: Sequence[Rule], judged: Iterable[Timed]
+) -> Origin:
+    """Where a table's rules come from, what they lose, and what they lose at the cells `judged`,
+    which had no part in them.
+    """
+    losses = [e.regret for rule in rules for interval in rule.intervals for e in interval.evidence]
+    held = _held_out_regrets(rules, judged)
+    return Origin(
+        journal_sha256=digest(run, records),
+        config=run.config,
+        config_sha256=run.config_sha256,
+        started=run.started,
+        cells=len(losses),
+        trials=sum(isinstance(r, Trial) for r in records),
+        failures=failures_by_kind(records),
+        regret_max=max(losses),
+        regret_mean=round(math.fsum(losses) / len(losses), 6),
+        held_out_cells=len(held),
+        held_out_regret_max=max(held, default=None),
+        held_out_regret_mean=round(math.fsum(held) / len(held), 6) if held else msgspec.UNSET,
     )
 
 

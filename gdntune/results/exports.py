@@ -79,31 +79,7 @@ def kernel_tuner(sources: Sequence[LoadedRun]) -> Export:
     notes: list[str] = []
     for source in sources:
         place = _placed(sources, source)
-        cells: dict[Problem, list[dict[str, Any]]] = {
-            problem: [] for problem in sorted(derive.passes(source.records))
-        }
-        failed = {
-            (r.contract, r.variant): r
-            for r in source.records
-            if isinstance(r, Check) and r.status != "ok"
-        }
-        seconds = {
-            (r.contract, r.variant): r.seconds for r in source.records if isinstance(r, Check)
-        }
-        seen: set[tuple[Problem, str]] = set()
-        for trial, row in tried(source):
-            if trial.role == "decode":
-                seen.add((trial.problem, trial.variant.id))
-                check_seconds = seconds.get((trial.problem.contract, trial.variant.id))
-                cells[trial.problem].append(_result(source, trial, row, check_seconds))
-        for problem, results in cells.items():
-            results += [
-                _never_timed(source, problem.contract, check)
-                for (contract, variant), check in failed.items()
-                if contract == problem.contract
-                and not variant.startswith(PEER)
-                and (problem, variant) not in seen
-            ]
+        for problem, results in _results(source).items():
             files[f"{place}{problem.key()}.json"] = _json(
                 {"results": results, "schema_version": T4_VERSION}
             )
@@ -115,6 +91,37 @@ def kernel_tuner(sources: Sequence[LoadedRun]) -> Export:
                 " cells: left out"
             )
     return Export(files, notes)
+
+
+def _results(source: LoadedRun) -> dict[Problem, list[dict[str, Any]]]:
+    """By cell, a result for each variant that was timed there, then for each that failed its check
+    and was timed nowhere.
+    """
+    checks = {(r.contract, r.variant): r for r in source.records if isinstance(r, Check)}
+    cells: dict[Problem, list[dict[str, Any]]] = {
+        problem: [] for problem in sorted(derive.passes(source.records))
+    }
+    seen: set[tuple[Problem, str]] = set()
+    for trial, row in tried(source):
+        if trial.role == "decode":
+            seen.add((trial.problem, trial.variant.id))
+            check = checks.get((trial.problem.contract, trial.variant.id))
+            seconds = None if check is None else check.seconds
+            cells[trial.problem].append(_result(source, trial, row, seconds))
+    failed = {
+        (r.contract, r.variant): r
+        for r in source.records
+        if isinstance(r, Check) and r.status != "ok"
+    }
+    for problem, results in cells.items():
+        results += [
+            _never_timed(source, problem.contract, check)
+            for (contract, variant), check in failed.items()
+            if contract == problem.contract
+            and not variant.startswith(PEER)
+            and (problem, variant) not in seen
+        ]
+    return cells
 
 
 def _result(
@@ -335,14 +342,7 @@ def flashinfer_bench(sources: Sequence[LoadedRun]) -> Export:
                     left[f"{trial.problem.contract.key()}: {found}"] += 1
                     refused.add(trial.problem)
                 continue
-            # No solutions: a whole peer that serves no such problem, what does more than the contract,
-            # and ours with that behind it.
-            if (
-                trial.role in ("floor", "partner")
-                or "partner" in trial.variant.knobs
-                or not trial.to_the_end
-                or trial.variant.id == trial.variant.kernel
-            ):
+            if not _is_solution(trial):
                 continue
             evaluation = _evaluation(
                 source, trial, row, errors.get((trial.problem.contract, trial.variant.id))
@@ -371,6 +371,20 @@ def flashinfer_bench(sources: Sequence[LoadedRun]) -> Export:
         for name in strange
     ]
     return Export(files, notes)
+
+
+def _is_solution(trial: Trial) -> bool:
+    """Whether a trial is of what solves a definition, with final samples.
+
+    None is a whole peer that serves no such problem, what does more than the contract, and ours
+    with that behind it.
+    """
+    return (
+        trial.role not in ("floor", "partner")
+        and "partner" not in trial.variant.knobs
+        and trial.to_the_end
+        and trial.variant.id != trial.variant.kernel
+    )
 
 
 def _workload(found: Workload, files: dict[str, bytes]) -> dict[str, Any]:

@@ -127,22 +127,10 @@ def cost(records: Sequence[Record], run: Run, share: float = 0.25) -> Cost:
     # it is.
     early = _with_finals(records, lambda samples: samples[: len(samples) // 2])
     late = _with_finals(records, lambda samples: samples[len(samples) // 2 :])
-    counted: dict[Problem, dict[str, list[float]]] = {}
-    samples = 0
-    for problem, trials in passes(early).items():
-        for trial in trials:
-            if trial.role == "decode" and trial.status == "ok":
-                counted.setdefault(problem, {}).setdefault(trial.variant.id, []).extend(
-                    trial.samples_us
-                )
-    budgets: dict[Problem, int] = {}
-    for problem, trials in passes(records).items():
-        budgets[problem] = sum(
-            len(t.samples_us) for t in trials if t.role == "decode" and t.status == "ok"
-        )
-        # The budget is a share of what the sweep spent on the cell, screens included.
-        samples += budgets[problem]
-    halved = {p: halving(found, int(share * budgets[p])) for p, found in counted.items()}
+    # The budget is a share of what the sweep spent on the cell, screens included.
+    budgets = {p: sum(map(len, found.values())) for p, found in _drawable(records).items()}
+    samples = sum(budgets.values())
+    halved = {p: halving(found, int(share * budgets[p])) for p, found in _drawable(early).items()}
     kept_apart = {c.problem: c for c in timed_cells(late)}
     whole = {c.problem: c.best for c in timed_cells(early)}
 
@@ -180,6 +168,17 @@ def cost(records: Sequence[Record], run: Run, share: float = 0.25) -> Cost:
         ),
         behind=_behind(winners, of_all),
     )
+
+
+def _drawable(records: Sequence[Record]) -> dict[Problem, dict[str, list[float]]]:
+    """By cell, the samples of each decode variant in their order, screens first."""
+    found: dict[Problem, dict[str, list[float]]] = {}
+    for problem, trials in passes(records).items():
+        for trial in trials:
+            if trial.role == "decode" and trial.status == "ok":
+                mine = found.setdefault(problem, {})
+                mine.setdefault(trial.variant.id, []).extend(trial.samples_us)
+    return found
 
 
 def _behind(one: Judgement, other: Judgement) -> Behind:

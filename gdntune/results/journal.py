@@ -465,9 +465,7 @@ def noisy(records: Iterable[Record]) -> list["Cell"]:
     """The cells whose times cannot be believed, by the last pass that has times: a later one that
     failed leaves these.
     """
-    last = {
-        (r.problem, r.chooses): r for r in records if isinstance(r, Cell) and r.status == "ok"
-    }
+    last = {(r.problem, r.chooses): r for r in records if isinstance(r, Cell) and r.status == "ok"}
     return [r for r in last.values() if r.reason.startswith(NOISY)]
 
 

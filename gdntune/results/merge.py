@@ -97,26 +97,7 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
     says whose rule counts; where the choices agree, the first's evidence, or the preferred one's,
     is kept. `evidence.sources` holds what each table said of itself. Raises TableError.
     """
-    faults = []
-    if _device(a.device) != _device(b.device):
-        faults.append(
-            f"one is of {a.device.name} ({a.device.arch}), the other of {b.device.name}"
-            f" ({b.device.arch})"
-        )
-    if a.policy != b.policy:
-        policies = [", ".join(f"{k} {v}" for k, v in sorted(t.policy.items())) for t in (a, b)]
-        faults.append(f"one was made under {policies[0]}, the other under {policies[1]}")
-    faults += [
-        f"the code of {name} is not the same ({a.kernels[name]}, {b.kernels[name]})"
-        for name in sorted(a.kernels.keys() & b.kernels.keys())
-        if a.kernels[name] != b.kernels[name]
-    ]
-    faults += [
-        f"{name} is not the same variant in both"
-        for name in sorted(a.variants.keys() & b.variants.keys())
-        if a.variants[name] != b.variants[name]
-    ]
-    if faults:
+    if faults := _faults(a, b):
         raise TableError(
             f"not merged: {'; '.join(faults)}; sweep again, so that both are measured alike"
         )
@@ -150,6 +131,30 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
         variants={name: TableVariant(v.kernel, v.knobs) for name, v in sorted(named.items())},
         rules=tuple(rules),
     )
+
+
+def _faults(a: Table, b: Table) -> list[str]:
+    """Why the times of two tables do not stand side by side."""
+    faults = []
+    if _device(a.device) != _device(b.device):
+        faults.append(
+            f"one is of {a.device.name} ({a.device.arch}), the other of {b.device.name}"
+            f" ({b.device.arch})"
+        )
+    if a.policy != b.policy:
+        policies = [", ".join(f"{k} {v}" for k, v in sorted(t.policy.items())) for t in (a, b)]
+        faults.append(f"one was made under {policies[0]}, the other under {policies[1]}")
+    faults += [
+        f"the code of {name} is not the same ({a.kernels[name]}, {b.kernels[name]})"
+        for name in sorted(a.kernels.keys() & b.kernels.keys())
+        if a.kernels[name] != b.kernels[name]
+    ]
+    faults += [
+        f"{name} is not the same variant in both"
+        for name in sorted(a.variants.keys() & b.variants.keys())
+        if a.variants[name] != b.variants[name]
+    ]
+    return faults
 
 
 def _joined(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:

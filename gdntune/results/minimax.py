@@ -82,9 +82,7 @@ class Several(NamedTuple):
         return {name: loss for name, loss in losses.items() if loss <= limit}
 
 
-def minimax(
-    paths: Sequence[str | os.PathLike[str]], regret: float | None = None
-) -> Replayed:
+def minimax(paths: Sequence[str | os.PathLike[str]], regret: float | None = None) -> Replayed:
     """The table of several journals of one model of device: at each cell, of the variants that all
     cards that timed it know, those whose worst regret is within `regret` of the least; of these the
     fewest intervals and variants, as `derive.derive` has it.
@@ -120,7 +118,9 @@ def minimax(
             f"no cell of {listed(map(str, paths))} has a variant that all cards timed to the end;"
             " sweep the same config on each"
         )
-    origin = joined_origins([derive(c.records, c.run, regret=regret).evidence for c in cards], rules)
+    origin = joined_origins(
+        [derive(c.records, c.run, regret=regret).evidence for c in cards], rules
+    )
     named = sorted({v.kernel for v in variants.values()})
     table = Table(
         schema="gdntune.table/1",

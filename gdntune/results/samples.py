@@ -347,35 +347,46 @@ def _relate(
     partners: what a peer's entry is compared with instead, by its id.
     """
     timed = [r for r in found if r.status == "ok" and r.median_us is not None]
-    least = _floors(run, problem, timed)
-    name = next(iter(least), NOTHING)
-    floor_us, by_index_us = least.get(name), least.get(BY_INDEX)
-    # what else must move, at the rate at which the floor moves states
-    share = sol.bytes_moved(problem) / sol.floor_bytes(problem)
     default, choice = run.default(problem), run.choice(problem)
+    for row in timed:
+        row.chosen = row.role == "decode" and row.stage != "screen" and row.variant == choice
+    floors = _floors(run, problem, timed)
     # By means, as the choice is.
     default_us = next(
         (r.mean_us for r in timed if r.role == "decode" and r.variant == default), None
     )
-    for row in timed:
-        row.chosen = row.role == "decode" and row.stage != "screen" and row.variant == choice
-    ours = {r.variant: r for r in timed if r.role == "partner"}
     chosen = next((r for r in timed if r.chosen), None)
+    ours = {r.variant: r for r in timed if r.role == "partner"}
     for row in timed:
-        if row.median_us is None or row.mean_us is None:
-            continue
-        if floor_us:
-            row.floor_us, row.over_floor = floor_us, round(row.median_us / floor_us, 4)
-            row.floor, row.over_bytes_floor = name, round(row.over_floor / share, 4)
-        if by_index_us:
-            row.over_index_floor = round(row.median_us / by_index_us, 4)
-        if row.role == "floor":
-            continue
-        if default_us is not None:
-            row.default_mean_us = default_us
-            row.speedup_over_default = round(default_us / row.mean_us, 4)
-        # Like with like: a call that does more is set beside ours with the same added.
-        mine = ours.get(partners[row.variant]) if row.variant in partners else chosen
-        if mine is not None and mine.median_us:
-            row.chosen_speedup = round(row.median_us / mine.median_us, 4)
-            row.beside = mine.variant
+        _add_floors(problem, row, floors)
+        if row.role != "floor":
+            # Like with like: a call that does more is set beside ours with the same added.
+            mine = ours.get(partners[row.variant]) if row.variant in partners else chosen
+            _compare(row, default_us, mine)
+
+
+def _add_floors(problem: Problem, row: Row, floors: Mapping[str, float]) -> None:
+    """Fills in a row's time over its cell's floors, the first of which is the cell's own."""
+    if row.median_us is None:
+        return
+    name = next(iter(floors), NOTHING)
+    if floor_us := floors.get(name):
+        row.floor, row.floor_us = name, floor_us
+        row.over_floor = round(row.median_us / floor_us, 4)
+        # What else must move, at the rate at which the floor moves states.
+        share = sol.bytes_moved(problem) / sol.floor_bytes(problem)
+        row.over_bytes_floor = round(row.over_floor / share, 4)
+    if by_index_us := floors.get(BY_INDEX):
+        row.over_index_floor = round(row.median_us / by_index_us, 4)
+
+
+def _compare(row: Row, default_us: float | None, mine: Row | None) -> None:
+    """Fills in a row's speed-ups: over the default rule by means, ours over it by medians."""
+    if row.median_us is None or row.mean_us is None:
+        return
+    if default_us is not None:
+        row.default_mean_us = default_us
+        row.speedup_over_default = round(default_us / row.mean_us, 4)
+    if mine is not None and mine.median_us:
+        row.chosen_speedup = round(row.median_us / mine.median_us, 4)
+        row.beside = mine.variant

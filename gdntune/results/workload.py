@@ -60,9 +60,7 @@ def read_trace(path: Path) -> tuple[Load, ...]:
             " step"
         ) from e
     if not counts:
-        raise ConfigError(
-            f"{path}: holds no step: expected a row for each, with batch and tokens"
-        )
+        raise ConfigError(f"{path}: holds no step: expected a row for each, with batch and tokens")
     return tuple(Load(batch, tokens, float(n)) for (batch, tokens), n in sorted(counts.items()))
 
 

@@ -63,19 +63,34 @@ def crossovers(config: Config, records: Sequence[Record], run: Run) -> list[Prob
         # A cell in the gap that failed is among these: another one beside it would likely fail too.
         done = {p.work_units for p in closed - aside if p.contract == contract}
         kept = {p.work_units for p in aside if p.contract == contract}
-        gaps: list[tuple[float, Problem]] = []
-        for a, b in itertools.pairwise(cells):
-            loss = _loss(rules[contract], a, b, search.regret)
-            inside = any(a.work_units < w < b.work_units for w in done)
-            if loss and not inside and b.work_units > search.bisect * a.work_units:
-                middle = math.sqrt(a.work_units * b.work_units)
-                problem = _nearest(config, contract, middle, a.work_units, b.work_units, kept)
-                gaps += [(loss, problem)] if problem else []
+        gaps = list(_gaps(config, rules[contract], cells, done, kept))
         # The costliest crossovers first, and by problem where they are equal, so that a resumed
         # sweep asks for the same.
         gaps.sort(key=lambda gap: (-gap[0], gap[1]))
         found += sorted(problem for _, problem in gaps[: max(left, 0)])
     return found
+
+
+def _gaps(
+    config: Config,
+    rule: Rule,
+    cells: Sequence[Timed],
+    done: Collection[int],
+    kept: Collection[int],
+) -> Iterator[tuple[float, Problem]]:
+    """What each crossover of a contract may lose, and the problem that would narrow it.
+
+    done: work units that were tried; kept: those that are held out. Neither is asked for again.
+    """
+    search = config.search
+    for a, b in itertools.pairwise(cells):
+        low, high = a.work_units, b.work_units
+        loss = _loss(rule, a, b, search.regret)
+        if not loss or any(low < w < high for w in done) or high <= (search.bisect or 1) * low:
+            continue
+        problem = _nearest(config, rule.when, math.sqrt(low * high), low, high, kept)
+        if problem is not None:
+            yield loss, problem
 
 
 def _loss(rule: Rule, a: Timed, b: Timed, limit: float) -> float:
