@@ -1,7 +1,7 @@
 """What a report says of published figures: their shares of their DRAM's peak beside ours of ours."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -185,16 +185,27 @@ def _in_their_form(
         for k, (_, row) in zip(keys, rows.iterrows(), strict=True)
         if k in wanted and row["chosen"]
     }
-    rivals = {
-        (_fields(r), r["B"], r["HV"]): r
-        for _, r in peers.rivals(rows).iterrows()
-        if r["kernel"] == _AUTHORS
-    }
     yield Text(
         f"Ours in the form of their tables: {_labels(source, publication)[1]}, HV=64; T=1 writes"
         " the final state, T of 2 and more the state after each token. ERROR would be a cell that"
         " was asked for and has no time of a checked variant."
     )
+    for caption, show in _columns_shown(source, rows, chosen, baseline):
+        yield _their_grid(caption, show, publication, list(wanted.values()), asked, chosen)
+
+
+def _columns_shown(
+    source: LoadedRun,
+    rows: "pd.DataFrame",
+    chosen: dict[Problem, Any],
+    baseline: Baseline | None,
+) -> Iterator[tuple[str, Callable[[Problem], str]]]:
+    """What there is a table of, and how a cell of it is written."""
+    rivals = {
+        (_fields(r), r["B"], r["HV"]): r
+        for _, r in peers.rivals(rows).iterrows()
+        if r["kernel"] == _AUTHORS
+    }
 
     def share(p: Problem) -> str:
         return _percent(_known(chosen[p]["sol"])) + words.bound_mark(chosen[p]["bound"])
@@ -206,28 +217,36 @@ def _in_their_form(
         found = rivals.get((_fields(p.contract), p.B, p.HV))
         return MISSING if found is None else words.ratio(found["chosen_speedup"])
 
-    shown: list[tuple[str, Callable[[Problem], str]]] = [
-        ("Time, us", lambda p: words.number(chosen[p]["median_us"])),
-        (f"DRAM SOL %, of {source.peak_gb_s or math.nan:.0f} GB/s", share),
-    ]
+    yield "Time, us", lambda p: words.number(chosen[p]["median_us"])
+    yield f"DRAM SOL %, of {source.peak_gb_s or math.nan:.0f} GB/s", share
     if rivals:
-        shown.append(("Speed-up over FlashInfer in this run", over_authors))
+        yield "Speed-up over FlashInfer in this run", over_authors
     if baseline is not None and baseline.name not in ("default", "flashinfer"):
-        shown.append((f"Speed-up over {baseline.label}", over("speedup_over_baseline")))
+        yield f"Speed-up over {baseline.label}", over("speedup_over_baseline")
     if any(_known(c["speedup_over_default"]) for c in chosen.values()):
-        shown.append(("Speed-up over the default rule", over("speedup_over_default")))
+        yield "Speed-up over the default rule", over("speedup_over_default")
+
+
+def _their_grid(
+    caption: str,
+    show: Callable[[Problem], str],
+    publication: Published,
+    problems: Sequence[Problem],
+    asked: Collection[Problem],
+    chosen: dict[Problem, Any],
+) -> Grid:
+    """A row a batch, a column a T. asked: the problems that this run was to time."""
     tokens = sorted({c.problem.contract.tokens for c in publication.cells})
-    for caption, show in shown:
-        lines, shades = [], []
-        for B in sorted({c.problem.B for c in publication.cells}):
-            row, shade = [str(B)], [None]
-            for t in tokens:
-                p = next(q for q in wanted.values() if (q.B, q.contract.tokens) == (B, t))
-                row.append(show(p) if p in chosen else "ERROR" if p in asked else MISSING)
-                shade.append(_known(chosen[p]["sol"]) if p in chosen else None)  # type: ignore[arg-type]
-            lines.append(tuple(row))
-            shades.append(tuple(shade))
-        yield Grid(caption, ("B", *(f"T={t}" for t in tokens)), tuple(lines), tuple(shades))
+    lines, shades = [], []
+    for B in sorted({c.problem.B for c in publication.cells}):
+        row, shade = [str(B)], [None]
+        for t in tokens:
+            p = next(q for q in problems if (q.B, q.contract.tokens) == (B, t))
+            row.append(show(p) if p in chosen else "ERROR" if p in asked else MISSING)
+            shade.append(_known(chosen[p]["sol"]) if p in chosen else None)  # type: ignore[arg-type]
+        lines.append(tuple(row))
+        shades.append(tuple(shade))
+    return Grid(caption, ("B", *(f"T={t}" for t in tokens)), tuple(lines), tuple(shades))
 
 
 def _fields(contract: Any) -> tuple[Any, ...]:

@@ -37,9 +37,39 @@ def expectations(
         most heads. command: what makes this page.
     """
     target = model.target
+    summary = Section(
+        "",
+        (
+            Text(
+                f"What can be said of the {target.name} ({target.sm_count} SMs,"
+                f" {target.peak_gb_s:.0f} GB/s by datasheet) without one: what the compiler says of"
+                " every variant, and what a cost model expects, beside what others published."
+            ),
+            Bullets(_found(model, found, failed)),
+            Text(
+                "This page is written by a command, which compiles what is not compiled yet and"
+                " needs no GPU:"
+            ),
+            Code(command),
+        ),
+    )
+    sections = [summary, _occupancies(model, found), _model(model)]
+    sections += [
+        s for p in publications for s in (_beside(model, p), _back_test(model, p)) if s.blocks
+    ]
+    sections += [
+        Section("Other contracts", tuple(_others(model, problems))),
+        Section("Every variant", tuple(_every(found))),
+    ]
+    return Document(f"{target.name}: {MARK}", tuple(s for s in sections if s.blocks))
+
+
+def _found(model: Model, found: Sequence[Resource], failed: Sequence[str]) -> tuple[str, ...]:
+    """What the compiler says, and what the page is made of, a line each."""
+    target = model.target
     worst = max(found, key=lambda r: r.registers, default=None)
     spilling = [r for r in found if r.spill_bytes]
-    lines = [
+    return (
         f"{len(found)} objects compiled for {target.arch} by nvidia-cutlass-dsl {CUTE_DSL_VERSION};"
         f" {len(failed) or 'none'} failed" + (f": {', '.join(failed)}." if failed else "."),
         (
@@ -63,32 +93,7 @@ def expectations(
             f" is headed `{MARK}`. The journals: {', '.join(model.journals)}. Nothing of ours on"
             f" this page was run on the {target.name}."
         ),
-    ]
-    summary = Section(
-        "",
-        (
-            Text(
-                f"What can be said of the {target.name} ({target.sm_count} SMs,"
-                f" {target.peak_gb_s:.0f} GB/s by datasheet) without one: what the compiler says of"
-                " every variant, and what a cost model expects, beside what others published."
-            ),
-            Bullets(tuple(lines)),
-            Text(
-                "This page is written by a command, which compiles what is not compiled yet and"
-                " needs no GPU:"
-            ),
-            Code(command),
-        ),
     )
-    sections = [summary, _occupancies(model, found), _model(model)]
-    sections += [
-        s for p in publications for s in (_beside(model, p), _back_test(model, p)) if s.blocks
-    ]
-    sections += [
-        Section("Other contracts", tuple(_others(model, problems))),
-        Section("Every variant", tuple(_every(found))),
-    ]
-    return Document(f"{target.name}: {MARK}", tuple(s for s in sections if s.blocks))
 
 
 def _groups(found: Sequence[Resource]) -> dict[str, list[Resource]]:

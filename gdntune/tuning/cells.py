@@ -165,7 +165,8 @@ def again(
             fresh = done is not None and choice in done.finals and cell.problem not in noisy
             if choice not in cell.finals or fresh:
                 continue
-            ranked = sorted(cell.finals, key=lambda name, c=cell: c.finals[name].stats.mean_us)
+            means = {name: final.stats.mean_us for name, final in cell.finals.items()}
+            ranked = sorted(means, key=means.__getitem__)
             default = defaults(contract, cell.work_units)
             wanted = [choice, *ranked[:RUNNERS_UP], *([default] if default in cell.finals else [])]
             floors = frozenset(
