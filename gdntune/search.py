@@ -43,13 +43,14 @@ def sweep(
     journal of another sweep, a folder in use, devices that differ, a tool that is missing, a device
     that cannot hold its clocks.
     """
+    policy = policy or config.policy
     means = Means(
         store,
-        policy or config.policy,
+        policy,
         tuple(devices) or (index,),
         executor,
         jobs,
         progress or Progress(),
         command,
     )
-    return run(sweep_plan(config, device, judged), Path(folder), means)
+    return run(sweep_plan(config, device, judged, policy.l2), Path(folder), means)

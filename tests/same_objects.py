@@ -6,7 +6,8 @@ choose.
 OLD and NEW are git revisions, or `.` for the working tree (NEW's default). Objects are made without
 a GPU, in processes of their own, and compared byte for byte: the kernel's PTX, and the exported
 object, which has the launch and the argument checks as well. Exits with 1 where any differs.
---keep: a folder for the PTX; what it holds of a revision is not compiled again. --record: where
+--keep: a folder for the PTX; what it holds of a kernel's fingerprint is not compiled again, so that
+a run that was stopped goes on. --record: where
 nothing differs, a table that was measured with OLD's kernels is no longer called stale.
 """
 
@@ -21,7 +22,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 WORK_UNITS = tuple(2**i for i in range(14))
@@ -97,19 +98,17 @@ def name_of(one: dict[str, Any]) -> str:
     return f"{one['kernel']}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
 
 
-def compile_all(folder: Path, shard: int, of: int) -> None:
-    """Compiles a share of the objects on the standard input, with the package on PYTHONPATH: PTX
-    and hash of the object into the folder. What the package has no knob for is `lacking`.
+def compile_all(folder: Path) -> None:
+    """Compiles the objects on the standard input, with the package on PYTHONPATH: PTX and hash of
+    the object into the folder. What the package has no knob for is `lacking`.
     """
     import dataclasses
     import importlib
 
     from gdntune import kernels
 
-    for one in json.load(sys.stdin)[shard::of]:
-        name = name_of(one)
-        if (folder / f"{name}.json").exists():
-            continue
+    target = Compiled(folder, kernels.fingerprints("cuda"))
+    for one in json.load(sys.stdin):
         kernel = kernels.KERNELS.get(one["kernel"])
         fields = {f.name for f in dataclasses.fields(kernel.knobs)} if kernel else set()
         knobs = {
@@ -138,8 +137,8 @@ def compile_all(folder: Path, shard: int, of: int) -> None:
                     path = Path(temporary) / "object.o"
                     compiled.export_to_c(str(path), function_name="kernel")
                     result = {"object": hashlib.sha256(path.read_bytes()).hexdigest()}
-        (folder / f"{name}.ptx").write_text(ptx)
-        (folder / f"{name}.json").write_text(json.dumps(result))
+        target.path(one, "ptx").write_text(ptx)
+        target.path(one, "json").write_text(json.dumps(result))
 
 
 def tree(revision: str, folder: Path) -> Path:
@@ -154,80 +153,6 @@ def tree(revision: str, folder: Path) -> Path:
         )
         subprocess.run(["tar", "-x", "-C", str(target)], input=packed.stdout, check=True)
     return target
-
-
-def identity(revision: str) -> str:
-    """What decides a revision's objects: a hash of its package, or of the working tree's kernels."""
-    if revision != ".":
-        return subprocess.run(
-            ["git", "rev-parse", f"{revision}:gdntune"],
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
-    digest = hashlib.sha256()
-    for path in sorted((ROOT / "gdntune/kernels").glob("*.py")):
-        digest.update(path.read_bytes())
-    return f"working-{digest.hexdigest()}"
-
-
-def compiled(revision: str, objects: list[dict], keep: Path, arch: str, jobs: int) -> Path:
-    """The folder of a revision's PTX and hashes."""
-    folder = keep / f"{identity(revision)}-{arch}"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = tree(revision, folder)
-    env = {**os.environ, "PYTHONPATH": str(path), "CUTE_DSL_ARCH": arch, "CUDA_VISIBLE_DEVICES": ""}
-    text = json.dumps(objects).encode()
-    running = []
-    for shard in range(jobs):
-        child = subprocess.Popen(
-            [sys.executable, __file__, "--compile", str(folder), str(shard), str(jobs)],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            cwd=path,
-        )
-        child.stdin.write(text)
-        child.stdin.close()
-        running.append(child)
-    if any(code for code in [child.wait() for child in running]):
-        raise SystemExit(f"compiling {revision} failed: see above")
-    return folder
-
-
-def main() -> int:
-    """Compares and prints; 0 where all objects are the same."""
-    if sys.argv[1:2] == ["--compile"]:
-        compile_all(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
-        return 0
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("old")
-    parser.add_argument("new", nargs="?", default=".")
-    parser.add_argument("--arch", default="sm_90a")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--keep", type=Path)
-    parser.add_argument("--only", default="", help="a kernel's name")
-    parser.add_argument(
-        "--record",
-        action="store_true",
-        help="where nothing differs, write gdntune/kernels/identical.json",
-    )
-    options = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
-    objects = [o for o in listed() if options.only in ("", o["kernel"])]
-    with tempfile.TemporaryDirectory() as temporary:
-        keep = options.keep or Path(temporary)
-        old = compiled(options.old, objects, keep, options.arch, options.jobs)
-        known = [o for o in objects if not result(old, o).get("lacking")]
-        new = compiled(options.new, known, keep, options.arch, options.jobs)
-        print(
-            f"{len(objects) - len(known)} of {len(objects)} objects are of kernels or knobs that {options.old} lacks"
-        )
-        code = report(known, old, new)
-        if options.record and not code and not options.only:
-            record(known, tree(options.old, old), tree(options.new, new), options)
-        return code
 
 
 def fingerprints(path: Path) -> dict[str, str]:
@@ -247,10 +172,90 @@ def fingerprints(path: Path) -> dict[str, str]:
     return json.loads(found.stdout)
 
 
-def record(objects: list[dict], old: Path, new: Path, options: argparse.Namespace) -> None:
+class Compiled(NamedTuple):
+    """What a tree's kernels compile to, below a folder. Files are named by the kernel's fingerprint,
+    so that trees with the same kernel share them, and a run that was stopped goes on.
+    """
+
+    folder: Path
+    prints: dict[str, str]
+
+    def path(self, one: dict[str, Any], suffix: str) -> Path:
+        return self.folder / f"{name_of(one)}-{self.prints.get(one['kernel'], 'none')}.{suffix}"
+
+    def result(self, one: dict[str, Any]) -> dict[str, Any]:
+        """What compiling an object gave."""
+        return json.loads(self.path(one, "json").read_text())
+
+    def ptx(self, one: dict[str, Any]) -> str:
+        return self.path(one, "ptx").read_text()
+
+
+def compiled(path: Path, objects: list[dict], keep: Path, arch: str, jobs: int) -> Compiled:
+    """Compiles what the folder does not hold yet of a tree's objects."""
+    found = Compiled(keep / arch, fingerprints(path))
+    found.folder.mkdir(parents=True, exist_ok=True)
+    missing = [o for o in objects if not found.path(o, "json").exists()]
+    env = {**os.environ, "PYTHONPATH": str(path), "CUTE_DSL_ARCH": arch, "CUDA_VISIBLE_DEVICES": ""}
+    running = []
+    for shard in range(jobs if missing else 0):
+        child = subprocess.Popen(
+            [sys.executable, __file__, "--compile", str(found.folder)],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            cwd=path,
+        )
+        child.stdin.write(json.dumps(missing[shard::jobs]).encode())
+        child.stdin.close()
+        running.append(child)
+    if any(code for code in [child.wait() for child in running]):
+        raise SystemExit(f"compiling {path} failed: see above")
+    return found
+
+
+def main() -> int:
+    """Compares and prints; 0 where all objects are the same."""
+    if sys.argv[1:2] == ["--compile"]:
+        compile_all(Path(sys.argv[2]))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("old")
+    parser.add_argument("new", nargs="?", default=".")
+    parser.add_argument("--arch", default="sm_90a")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--only", default="", help="a kernel's name")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="where nothing differs, write gdntune/kernels/identical.json",
+    )
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    objects = [o for o in listed() if options.only in ("", o["kernel"])]
+    with tempfile.TemporaryDirectory() as temporary:
+        keep = options.keep or Path(temporary)
+        trees = [
+            tree(r, Path(temporary) / str(i)) for i, r in enumerate((options.old, options.new))
+        ]
+        old = compiled(trees[0], objects, keep, options.arch, options.jobs)
+        known = [o for o in objects if not old.result(o).get("lacking")]
+        new = compiled(trees[1], known, keep, options.arch, options.jobs)
+        lacking = len(objects) - len(known)
+        print(
+            f"{lacking} of {len(objects)} objects are of kernels or knobs that {options.old} lacks"
+        )
+        code = report(known, old, new)
+        if options.record and not code and not options.only:
+            record(known, old, new, options)
+        return code
+
+
+def record(objects: list[dict], old: Compiled, new: Compiled, options: argparse.Namespace) -> None:
     """Adds what was compared to the package's list, in place of what it says of the same code."""
     counts = Counter(one["kernel"] for one in objects)
-    was, now = fingerprints(old), fingerprints(new)
+    was, now = old.prints, new.prints
     entries = [
         {
             "kernel": k,
@@ -276,18 +281,13 @@ def record(objects: list[dict], old: Path, new: Path, options: argparse.Namespac
     )
 
 
-def result(folder: Path, one: dict) -> dict[str, Any]:
-    """What compiling an object gave."""
-    return json.loads((folder / f"{name_of(one)}.json").read_text())
-
-
-def report(objects: list[dict], old: Path, new: Path) -> int:
+def report(objects: list[dict], old: Compiled, new: Compiled) -> int:
     """Prints counts and each difference."""
     counts: Counter[tuple[str, str]] = Counter()
     for one in objects:
         name = name_of(one)
-        results = [result(folder, one) for folder in (old, new)]
-        ptx = [(folder / f"{name}.ptx").read_text() for folder in (old, new)]
+        results = [side.result(one) for side in (old, new)]
+        ptx = [side.ptx(one) for side in (old, new)]
         if "error" in results[0] or "error" in results[1]:
             verdict = "does not compile, as before" if results[0] == results[1] else "DIFFERENT"
         elif ptx[0] != ptx[1] or results[0] != results[1]:

@@ -155,7 +155,7 @@ def sweep(
         shared, found = devices_of(wanted, device, index, devices, executor)
     folder = out or Path("results") / wanted.name
     store = Store(bundles=bundle or ())
-    size = estimate(wanted, found, store, jobs, max(1, len(shared)))
+    size = estimate(wanted, found, store, jobs, max(1, len(shared)), l2)
     if dry_run:
         if as_json:
             print_json(
@@ -356,6 +356,7 @@ def compile_(
         Path | None,
         typer.Option(help="Folder to link all objects into, for a machine without a compiler."),
     ] = None,
+    l2: L2 = None,
     jobs: Jobs = None,
     as_json: AsJson = False,
 ) -> None:
@@ -364,11 +365,16 @@ def compile_(
 
     The exit code is 1 where one does not compile.
     """
+    import msgspec
+
     from gdntune.cli.progress import stage
     from gdntune.objects.build import compile_objects
     from gdntune.objects.store import Store, write_bundle
 
     wanted = config_of(config, part, own_kernels)
+    if l2 is not None:
+        policy = msgspec.structs.replace(wanted.policy, l2=l2)
+        wanted = msgspec.structs.replace(wanted, policy=policy)
     device = target_of(arch)
     if bundle and (fault := no_folder(bundle)):
         raise UnsupportedProblem(f"--bundle {bundle}: {fault}; choose another place")

@@ -18,7 +18,7 @@ from gdntune.kernels import (
 )
 from gdntune.kernels.outside import VARIABLE, kernels_of, named
 from gdntune.kernels.spec import Kernel, Role, Variant
-from gdntune.kernels.stream_config import flush
+from gdntune.kernels.stream_config import flush, producer
 from gdntune.problem import Contract, Problem
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "fingerprints",
     "flush",
     "get",
+    "producer",
     "refuse",
     "serving",
     "use",
@@ -78,9 +79,13 @@ def serving(device: Device, role: Role) -> tuple[Kernel, ...]:
     return tuple(k for k in KERNELS.values() if k.device == device.kind and k.role == role)
 
 
-def variants(contract: Contract, device: Device, role: Role = "decode") -> tuple[Variant, ...]:
-    """Every variant worth trying for a contract on a device, kernel by kernel, simplest first."""
-    return tuple(v for k in serving(device, role) for v in k.variants(contract, device))
+def variants(
+    contract: Contract, device: Device, role: Role = "decode", l2: str = "cold-clean"
+) -> tuple[Variant, ...]:
+    """Every variant worth trying for a contract on a device under an L2 policy, kernel by kernel,
+    simplest first.
+    """
+    return tuple(v for k in serving(device, role) for v in k.variants(contract, device, l2))
 
 
 def at(problem: Problem, device: Device, found: Iterable[Variant]) -> list[Variant]:

@@ -21,9 +21,12 @@ REGISTERS = 65536
 class Decode:
     """The compile-time facts of a decode object; a kernel adds its knobs and `kernel`, the device code."""
 
-    def __init__(self, facts: dict, tile_v: int, threads: int, registers: int = 0, heads_first: bool = False):
+    def __init__(
+        self, facts: dict, tile_v: int, threads: int, registers: int = 0, heads_first: bool = False, pdl: str = "none"
+    ):  # fmt: skip
         """registers: at most so many a thread; 0 leaves them to the compiler. heads_first: blocks that start one after another have
-        the same rows of one head after another, not one head's rows.
+        the same rows of one head after another, not one head's rows. pdl: `none`; `first` or `state`: the kernel may start before
+        the one ahead of it ends, and waits for it before its first load, or before the first after the state's.
         """
         self.K, self.V, self.tokens = facts["K"], facts["V"], facts["tokens"]
         self.k_last = facts["layout"] == "k_last"
@@ -33,7 +36,7 @@ class Decode:
         self.update, self.intermediate = facts["mode"] == "update", facts["intermediate"]
         self.accepted, self.pool, self.ragged = facts["accepted"], facts["pool"], facts["ragged"]
         self.loop = self.tokens > 1
-        self.tile_v, self.threads, self.heads_first = tile_v, threads, heads_first
+        self.tile_v, self.threads, self.heads_first, self.pdl = tile_v, threads, heads_first, pdl
         # what caps registers is the number of blocks that a multiprocessor must have room for
         self.resident = REGISTERS // (threads * registers) if registers else 0
 
@@ -68,7 +71,18 @@ class Decode:
         ).launch(
             grid=grid, block=(self.threads, 1, 1), stream=stream,
             min_blocks_per_mp=self.resident, preferred_smem_carveout=100 if self.resident else None,
+            use_pdl=self.pdl != "none",
         )  # fmt: skip
+
+    @cute.jit
+    def await_producer(self, place: cutlass.Constexpr):
+        """Where `pdl` names this place: waits for the kernels ahead, then lets those behind start.
+
+        In this order, so that what a later kernel finds running has itself waited for all before it.
+        """
+        if const_expr(self.pdl == place):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
     def place(self):
         """A block's tile of V, value head and request."""
@@ -121,6 +135,33 @@ class Decode:
         if const_expr(self.pool and self.update):
             write_slot = write_index[n]
         return slot, write_slot
+
+    @cute.jit
+    def ask_row(self, n, wl, slot_index, accepted, columns):
+        """Issues the loads of `slots`: a request's row of slots, one a lane, and beside it the column to start from.
+
+        A column that hangs on `accepted` is a second wait for memory before the state, and a slot asked for after each token one more
+        before what follows it.
+        """
+        row = slot_index[n, cutlass.min(wl, columns - 1)]
+        first = Int32(1)
+        if const_expr(self.accepted):
+            first = accepted[n]
+        return row, first
+
+    @cute.jit
+    def of_row(self, row, column):
+        """A row's slot of a column below 32; all lanes take part."""
+        return cute.arch.shuffle_sync(row, offset=column, mask=-1, mask_and_clamp=31)
+
+    @cute.jit
+    def start_of_row(self, row, first, n, slot_index, columns):
+        """The slot to start from, of what `ask_row` asked for."""
+        column = cutlass.min(cutlass.max(first, 1), columns) - 1
+        slot = self.of_row(row, cutlass.min(column, 31))
+        if column > 31:
+            slot = slot_index[n, column]
+        return slot
 
     @cute.jit
     def named(self, slot, write_slot, slots: Int32, null_index: Int32):

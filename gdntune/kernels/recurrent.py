@@ -8,6 +8,8 @@ their u and output alone, and hands u round: half the instructions of the sums, 
 along V; the arithmetic between is the same. T = 1 is straight-line code, T >= 2 a loop at run time over a state that stays in registers.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
@@ -18,6 +20,122 @@ from gdntune.kernels import decode, gates
 F32 = Float32
 # A state is held as S / scaled; below this, 1 / scaled would soon cost exponent range.
 SMALLEST_SCALE = 2.0**-40
+
+
+class Operands(NamedTuple):
+    """A call's tensors, by the calling convention of kernels; None what the contract lacks."""
+
+    state: Any
+    q: Any
+    k: Any
+    v: Any
+    a: Any
+    b: Any
+    A_log: Any
+    dt_bias: Any
+    read_index: Any
+    write_index: Any
+    slot_index: Any
+    accepted: Any
+    cu_seqlens: Any
+    intermediate: Any
+    output: Any
+
+
+class Options(NamedTuple):
+    """A call's scalars."""
+
+    scale: Any
+    softplus_beta: Any
+    threshold: Any
+    lower_bound: Any
+    beta_scale: Any
+    null_index: Any
+    use_qk_l2norm: Any
+
+
+class Thread(NamedTuple):
+    """Where a thread stands: in its block, among those of a row, and its row's among the block's.
+
+    part: which `own` of its RV rows it will have the sums of. home: where in its warp the row's threads begin.
+    """
+
+    tid: Any
+    lane: Any
+    group: Any
+    part: Any
+    home: Any
+
+
+class Block(NamedTuple):
+    """What a block works on: tile vt of V, from row v0, of head hv of request n, which reads q/k head hq.
+
+    ni, t0, length: where the request's tokens lie, row of q and first token there, and how many there are.
+    """
+
+    vt: Any
+    v0: Any
+    hv: Any
+    hq: Any
+    n: Any
+    ni: Any
+    t0: Any
+    length: Any
+
+
+class Gate(NamedTuple):
+    """A head's A and bias; of KDA, whose bias is one a key, its row `dh` of dt_bias, and, at T = 1, a lane's share of it."""
+
+    A: Any
+    bias: Any
+    dh: Any
+    rbias: Any
+
+
+class Read(NamedTuple):
+    """Registers for what was asked for of q, k, v and the gates: one token's, or those that a warp stages."""
+
+    q: Any
+    k: Any
+    g: Any
+    v: Any
+    a: Any
+    b: Any
+
+
+class Token(NamedTuple):
+    """One token as `advance` takes it: a thread's shares of q, k and KDA's decays in fp32, decay, beta and k.q."""
+
+    fq: Any
+    fk: Any
+    fg: Any
+    decay: Any
+    beta: Any
+    kq: Any
+
+
+class Stage(NamedTuple):
+    """Several tokens in shared memory: q and k normalised, KDA's decays, v, and (decay, beta, k.q)."""
+
+    q: Any
+    k: Any
+    g: Any
+    v: Any
+    scalars: Any
+
+
+class Kept(NamedTuple):
+    """Where states between tokens go: slots of the pool, or a row of `intermediate`, if it `keeps` any.
+
+    row_slots: a request's slots, one a lane, where they were read at once.
+    """
+
+    slots: Any
+    columns: Any
+    steps: Any
+    row: Any
+    keeps: Any
+    row_slots: Any
 
 
 @cute.jit
@@ -45,12 +163,12 @@ class Recurrent(decode.Decode):
     """The compile-time facts of one object."""
 
     def __init__(self, facts: dict, knobs: dict):
-        super().__init__(facts, knobs["tile_v"], knobs["threads"], knobs["registers"], heads_first=knobs["heads"])
+        super().__init__(facts, knobs["tile_v"], knobs["threads"], knobs["registers"], knobs["heads"], knobs["pdl"])
         self.vec, self.lanes = knobs["vec"], knobs["lanes"]
         self.early, self.fence = knobs["early"], knobs["fence"]
         # whether q and k are normalised before the state is waited for; of several tokens they are, once a block, in shared memory
         self.normalised = self.loop or self.fence
-        self.split, self.spread = knobs["split"], knobs["spread"]
+        self.split, self.spread, self.row = knobs["split"], knobs["spread"], knobs["row"]
         self.shares = self.lanes * self.split
         self.RK = self.K // self.shares
         self.RV = knobs["ilp"] if self.k_last else self.vec
@@ -83,10 +201,10 @@ class Recurrent(decode.Decode):
         """The unit-th `own` rows of a [V] vector."""
         cute.autovec_copy(cute.local_tile(source, (self.own,), (unit,)), target)
 
-    def unit(self, vt, it, group, part):
+    def unit(self, vt, it, thread):
         """Where a thread's `own` rows are, in units of them, in chunk `it` of tile vt."""
-        row = vt * self.tile_v + it * self.chunk + group * self.RV
-        return (row + part * self.own if self.spread else row) // self.own
+        row = vt * self.tile_v + it * self.chunk + thread.group * self.RV
+        return (row + thread.part * self.own if self.spread else row) // self.own
 
     @cute.jit
     def copy_rows(self, tile, raw, row0, lane, store: cutlass.Constexpr):
@@ -128,7 +246,7 @@ class Recurrent(decode.Decode):
         return cute.make_rmem_tensor(cute.make_layout((self.RV, self.RK), stride=stride), dtype)
 
     @cute.jit
-    def reduce(self, sums, rows: cutlass.Constexpr, n: cutlass.Constexpr, sR, turn, lane, group, part):
+    def reduce(self, sums, rows: cutlass.Constexpr, n: cutlass.Constexpr, sR, turn, thread):
         """Sums n values over the threads of a row, step by step, so that shuffles overlap, then over the row's warps.
 
         The leading 2 `rows` values are two a row. At each step a thread gives away the sums of half of its rows and gets the other
@@ -136,6 +254,7 @@ class Recurrent(decode.Decode):
         every thread, where they are.
         sR: shared memory of two turns, so that one barrier a token is enough; None where a row is one warp's.
         """
+        lane, group, part = thread.lane, thread.group, thread.part
         for s in cutlass.range_constexpr(self.lanes.bit_length() - 1):
             distance = self.lanes >> (s + 1)
             half = const_expr((rows >> s) // 2)
@@ -188,10 +307,7 @@ class Recurrent(decode.Decode):
                 rows[i] = cute.arch.shuffle_sync(own[i % self.own], offset=owner, mask=-1, mask_and_clamp=31)
 
     @cute.jit
-    def advance(
-        self, fh, rv, fq, fk, fg, decay: Float32, scaled: Float32, beta: Float32, kq: Float32, scale: Float32, use_qk_l2norm: Int32,
-        row0, unit, lane, group, part, home, sR, turn, o,
-    ):  # fmt: skip
+    def advance(self, fh, rv, token, scaled: Float32, options, row0, unit, thread, sR, turn, o):
         """One token on the RV by RK elements in fh: both sums, the update and the output rows. Gives the new `scaled`.
 
         rv: v of the rows whose sums the thread will have, the part-th `own` ones of its RV.
@@ -202,6 +318,8 @@ class Recurrent(decode.Decode):
         With one decay a head fh holds S / scaled, so that a token of a loop costs three operations an element, not four, and T = 1
         sums while the gate is still being computed. KDA's decays are applied to the elements, and scaled stays 1.
         """
+        fq, fk, fg, decay, beta, kq = token
+        lane = thread.lane
         if const_expr(self.per_k):
             for i in cutlass.range_constexpr(self.RV):
                 for j in cutlass.range_constexpr(self.RK):
@@ -229,7 +347,7 @@ class Recurrent(decode.Decode):
         iq = F32(1.0)
         ik = F32(1.0)
         if const_expr(self.normalised):
-            self.reduce(sums, rows, n, sR, turn, lane, group, part)
+            self.reduce(sums, rows, n, sR, turn, thread)
         else:
             sq = F32(0.0)
             sk = F32(0.0)
@@ -241,8 +359,8 @@ class Recurrent(decode.Decode):
             sums[n - 3] = sq
             sums[n - 2] = sk
             sums[n - 1] = kq
-            self.reduce(sums, rows, n, sR, turn, lane, group, part)
-            iq, ik = self.norms(sums[n - 3], sums[n - 2], scale, use_qk_l2norm)
+            self.reduce(sums, rows, n, sR, turn, thread)
+            iq, ik = self.norms(sums[n - 3], sums[n - 2], options.scale, options.use_qk_l2norm)
             kq = sums[n - 1] * iq * ik
         unscale = ik
         if const_expr(self.loop and not self.per_k):
@@ -254,7 +372,7 @@ class Recurrent(decode.Decode):
             ro[i] = (sums[2 * i + 1] * (scaled * iq) + u * kq).to(o.element_type)
             wo[i] = u * unscale
         w = cute.make_rmem_tensor((self.RV,), F32)
-        self.hand_round(wo, w, home)
+        self.hand_round(wo, w, thread.home)
         for i in cutlass.range_constexpr(self.RV):
             for j in cutlass.range_constexpr(self.RK):
                 if const_expr(self.per_k or self.loop):
@@ -279,7 +397,7 @@ class Recurrent(decode.Decode):
         return scaled
 
     @cute.jit
-    def normalise(self, fq, fk, scale: Float32, use_qk_l2norm: Int32, lane, group, sR):
+    def normalise(self, fq, fk, options, thread, sR):
         """A thread's shares of q and k normalised and scaled; gives k.q."""
         sums = cute.make_rmem_tensor((3,), F32)
         sums.fill(0.0)
@@ -287,8 +405,8 @@ class Recurrent(decode.Decode):
             sums[0] = sums[0] + fq[j] * fq[j]
             sums[1] = sums[1] + fk[j] * fk[j]
             sums[2] = sums[2] + fq[j] * fk[j]
-        self.reduce(sums, 0, 3, sR, 0, lane, group, None)
-        iq, ik = self.norms(sums[0], sums[1], scale, use_qk_l2norm)
+        self.reduce(sums, 0, 3, sR, 0, thread)
+        iq, ik = self.norms(sums[0], sums[1], options.scale, options.use_qk_l2norm)
         for j in cutlass.range_constexpr(self.RK):
             fq[j] = fq[j] * iq
             fk[j] = fk[j] * ik
@@ -307,69 +425,87 @@ class Recurrent(decode.Decode):
         return ah, dh
 
     @cute.jit
-    def read_token(self, q, k, a, ni, ti, hq, hv, lane, wl, rq, rk, rg):
-        """Issues the loads of this thread's share of a token's q and k and, of KDA, of its warp's share of g."""
-        self.read_key(q[ni, ti, hq, None], rq, lane)
-        self.read_key(k[ni, ti, hq, None], rk, lane)
+    def read_token(self, x, block, thread):
+        """Issues the loads of one token: this thread's share of its q, k and v, of KDA its warp's share of g, and the scalars."""
+        rq = cute.make_rmem_tensor((self.RK,), x.q.element_type)
+        rk = cute.make_rmem_tensor((self.RK,), x.k.element_type)
+        rg = cute.make_rmem_tensor((self.K // 32,), x.a.element_type)
+        rv = cute.make_rmem_tensor((self.own,), x.v.element_type)
+        ga = F32(0.0)
+        self.read_key(x.q[block.ni, block.t0, block.hq, None], rq, thread.lane)
+        self.read_key(x.k[block.ni, block.t0, block.hq, None], rk, thread.lane)
         if const_expr(self.per_k):
-            self.read_lane(a[ni, ti, hv, None], rg, wl)
+            self.read_lane(x.a[block.ni, block.t0, block.hv, None], rg, thread.tid % 32)
+        else:
+            ga = x.a[block.ni, block.t0, block.hv].to(F32)
+        gb = x.b[block.ni, block.t0, block.hv].to(F32)
+        self.read_values(x.v[block.ni, block.t0, block.hv, None], rv, self.unit(block.vt, 0, thread))
+        return Read(rq, rk, rg, rv, ga, gb)
 
     @cute.jit
-    def use_token(
-        self, rq, rk, rg, rbias, ga, gb, A, bias, sD, lane, wl, fq, fk, fg,
-        softplus_beta: Float32, threshold: Float32, lower_bound: Float32, beta_scale: Float32,
-    ):  # fmt: skip
+    def use_token(self, read, gate, options, sD, fq, fk, fg, thread):
         """Widens what `read_token` brought into fq, fk and fg; gives decay and beta.
 
         KDA's decays are computed once a warp, K/32 by each thread, and handed round in shared memory, sD: each by itself, the threads
         of a warp would compute them 32/lanes times over.
         """
-        widen(rq, fq, self.spread)
-        widen(rk, fk, self.spread)
+        widen(read.q, fq, self.spread)
+        widen(read.k, fk, self.spread)
         decay = F32(1.0)
         if const_expr(self.per_k):
             W = const_expr(self.K // 32)
             own = cute.make_rmem_tensor((W,), F32)
             for j in cutlass.range_constexpr(W):
-                b = F32(0.0) if const_expr(rbias is None) else rbias[j].to(F32)
-                own[j] = gates.decay(self.gate, rg[j].to(F32), A, b, softplus_beta, threshold, lower_bound)
-            cute.autovec_copy(own, cute.local_tile(sD, (W,), (wl,)))
+                b = F32(0.0) if const_expr(gate.rbias is None) else gate.rbias[j].to(F32)
+                own[j] = self.decay_of(read.g[j].to(F32), gate.A, b, options)
+            cute.autovec_copy(own, cute.local_tile(sD, (W,), (thread.tid % 32,)))
             cute.arch.sync_warp()
-            self.read_key(sD, fg, lane)
+            self.read_key(sD, fg, thread.lane)
         else:
-            decay = gates.decay(self.gate, ga, A, bias, softplus_beta, threshold, lower_bound)
-        return decay, self.beta_of(gb, beta_scale)
+            decay = self.decay_of(read.a, gate.A, gate.bias, options)
+        return decay, self.beta_of(read.b, options.beta_scale)
 
     @cute.jit
-    def read_stage(self, q, k, v, a, b, ni, t0, length, hq, hv, v0, tid, rq, rk, rg, rs, rv):
+    def decay_of(self, x, A, bias, options):
+        return gates.decay(self.gate, x, A, bias, options.softplus_beta, options.threshold, options.lower_bound)
+
+    @cute.jit
+    def read_stage(self, x, block, thread):
         """Issues this thread's loads of what `write_stage` puts into shared memory: a warp a token, and a share of v."""
+        tid = thread.tid
+        # a warp's tokens lie side by side
+        per_token = cute.make_layout((self.stage_tokens, self.K // 32), stride=(self.K // 32, 1))
+        rq = cute.make_rmem_tensor(per_token, x.q.element_type)
+        rk = cute.make_rmem_tensor(per_token, x.k.element_type)
+        rg = cute.make_rmem_tensor(per_token, x.a.element_type)
+        rs = cute.make_rmem_tensor(cute.make_layout((self.stage_tokens, 2), stride=(2, 1)), F32)
+        rv = cute.make_rmem_tensor(cute.make_layout((self.stage_values, self.VW), stride=(self.VW, 1)), x.v.element_type)
         for r in cutlass.range_constexpr(self.stage_tokens):
             t = tid // 32 + r * self.warps
-            if t < length:
-                self.read_lane(q[ni, t0 + t, hq, None], rq[r, None], tid % 32)
-                self.read_lane(k[ni, t0 + t, hq, None], rk[r, None], tid % 32)
+            if t < block.length:
+                self.read_lane(x.q[block.ni, block.t0 + t, block.hq, None], rq[r, None], tid % 32)
+                self.read_lane(x.k[block.ni, block.t0 + t, block.hq, None], rk[r, None], tid % 32)
                 if const_expr(self.per_k):
-                    self.read_lane(a[ni, t0 + t, hv, None], rg[r, None], tid % 32)
+                    self.read_lane(x.a[block.ni, block.t0 + t, block.hv, None], rg[r, None], tid % 32)
                 else:
-                    rs[r, 0] = a[ni, t0 + t, hv].to(F32)
-                rs[r, 1] = b[ni, t0 + t, hv].to(F32)
+                    rs[r, 0] = x.a[block.ni, block.t0 + t, block.hv].to(F32)
+                rs[r, 1] = x.b[block.ni, block.t0 + t, block.hv].to(F32)
         for r in cutlass.range_constexpr(self.stage_values):
             e = r * self.threads + tid
             t = e // (self.tile_v // self.VW)
-            if t < length:
-                at = v0 // self.VW + e % (self.tile_v // self.VW)
-                cute.autovec_copy(cute.local_tile(v[ni, t0 + t, hv, None], (self.VW,), (at,)), rv[r, None])
+            if t < block.length:
+                at = block.v0 // self.VW + e % (self.tile_v // self.VW)
+                row = x.v[block.ni, block.t0 + t, block.hv, None]
+                cute.autovec_copy(cute.local_tile(row, (self.VW,), (at,)), rv[r, None])
+        return Read(rq, rk, rg, rv, rs[None, 0], rs[None, 1])
 
     @cute.jit
     def read_lane(self, source, target, wl):
         cute.autovec_copy(cute.local_tile(source, (self.K // 32,), (wl,)), target)
 
     @cute.jit
-    def write_stage(
-        self, sQ, sK, sG, sV, sS, dt_bias, dh, A, bias, length, tid, rq, rk, rg, rs, rv,
-        scale: Float32, softplus_beta: Float32, threshold: Float32, lower_bound: Float32, beta_scale: Float32, use_qk_l2norm: Int32,
-    ):  # fmt: skip
-        """q and k normalised, KDA's decays, v, and (decay, beta, k.q) of every token, to shared memory."""
+    def write_stage(self, stage, read, dt_bias, gate, options, length, tid):
+        """What `read_stage` asked for to shared memory, q and k normalised."""
         wl = tid % 32
         W = const_expr(self.K // 32)
         for r in cutlass.range_constexpr(self.stage_tokens):
@@ -379,37 +515,168 @@ class Recurrent(decode.Decode):
                 sk = F32(0.0)
                 kq = F32(0.0)
                 for j in cutlass.range_constexpr(W):
-                    sq += rq[r, j].to(F32) * rq[r, j].to(F32)
-                    sk += rk[r, j].to(F32) * rk[r, j].to(F32)
-                    kq += rq[r, j].to(F32) * rk[r, j].to(F32)
+                    sq += read.q[r, j].to(F32) * read.q[r, j].to(F32)
+                    sk += read.k[r, j].to(F32) * read.k[r, j].to(F32)
+                    kq += read.q[r, j].to(F32) * read.k[r, j].to(F32)
                 for s in cutlass.range_constexpr(5):
                     sq += cute.arch.shuffle_sync_bfly(sq, offset=16 >> s, mask=-1, mask_and_clamp=31)
                     sk += cute.arch.shuffle_sync_bfly(sk, offset=16 >> s, mask=-1, mask_and_clamp=31)
                     kq += cute.arch.shuffle_sync_bfly(kq, offset=16 >> s, mask=-1, mask_and_clamp=31)
-                iq, ik = self.norms(sq, sk, scale, use_qk_l2norm)
+                iq, ik = self.norms(sq, sk, options.scale, options.use_qk_l2norm)
                 for j in cutlass.range_constexpr(W):
-                    sQ[t, wl * W + j] = rq[r, j].to(F32) * iq
-                    sK[t, wl * W + j] = rk[r, j].to(F32) * ik
+                    stage.q[t, wl * W + j] = read.q[r, j].to(F32) * iq
+                    stage.k[t, wl * W + j] = read.k[r, j].to(F32) * ik
                 decay = F32(1.0)
                 if const_expr(self.per_k):
                     for j in cutlass.range_constexpr(W):
-                        bk = F32(0.0) if const_expr(dt_bias is None) else dt_bias[dh, wl * W + j].to(F32)
-                        sG[t, wl * W + j] = gates.decay(
-                            self.gate, rg[r, j].to(F32), A, bk, softplus_beta, threshold, lower_bound
-                        )
+                        bk = F32(0.0) if const_expr(dt_bias is None) else dt_bias[gate.dh, wl * W + j].to(F32)
+                        stage.g[t, wl * W + j] = self.decay_of(read.g[r, j].to(F32), gate.A, bk, options)
                 else:
-                    decay = gates.decay(self.gate, rs[r, 0], A, bias, softplus_beta, threshold, lower_bound)
+                    decay = self.decay_of(read.a[r], gate.A, gate.bias, options)
                 if wl == 0:
-                    sS[t, 0] = decay
-                    sS[t, 1] = self.beta_of(rs[r, 1], beta_scale)
-                    sS[t, 2] = kq * iq * ik
+                    stage.scalars[t, 0] = decay
+                    stage.scalars[t, 1] = self.beta_of(read.b[r], options.beta_scale)
+                    stage.scalars[t, 2] = kq * iq * ik
         for r in cutlass.range_constexpr(self.stage_values):
             e = r * self.threads + tid
             t = e // (self.tile_v // self.VW)
             if t < length:
-                cute.autovec_copy(
-                    rv[r, None], cute.local_tile(sV[t, None], (self.VW,), (e % (self.tile_v // self.VW),))
-                )
+                at = e % (self.tile_v // self.VW)
+                cute.autovec_copy(read.v[r, None], cute.local_tile(stage.v[t, None], (self.VW,), (at,)))
+
+    @cute.jit
+    def shared_sums(self, smem):
+        """Shared memory for a row's sums, padded to whole vectors; None where a row is one warp's."""
+        sR = None
+        if const_expr(self.split > 1):
+            n4 = const_expr((2 * self.RV + 6) // 4 * 4)
+            shape = (2, self.split, self.groups, n4)
+            stride = (self.split * self.groups * n4, self.groups * n4, n4, 1)
+            sR = smem.allocate_tensor(F32, cute.make_layout(shape, stride=stride), 16)
+        return sR
+
+    @cute.jit
+    def shared_stage(self, smem, dtype):
+        """Shared memory for several tokens; dtype: of v."""
+        T = const_expr(self.tokens)
+        wide = cute.make_layout((T, self.K), stride=(self.K, 1))
+        sQ = smem.allocate_tensor(F32, wide, 16)
+        sK = smem.allocate_tensor(F32, wide, 16)
+        sG = smem.allocate_tensor(F32, wide, 16) if const_expr(self.per_k) else None
+        sS = smem.allocate_tensor(F32, cute.make_layout((T, 4), stride=(4, 1)), 16)
+        sV = smem.allocate_tensor(dtype, cute.make_layout((T, self.tile_v), stride=(self.tile_v, 1)), 16)
+        return Stage(sQ, sK, sG, sV, sS)
+
+    @cute.jit
+    def one_token(self, x, options, block, thread, gate, read, kept, source, raw, write_slot, writes):
+        """T = 1, straight-line but for the chunks of rows."""
+        fq = cute.make_rmem_tensor((self.RK,), F32)
+        fk = cute.make_rmem_tensor((self.RK,), F32)
+        fg = cute.make_rmem_tensor((self.RK,), F32)
+        decay = F32(1.0)
+        beta = F32(1.0)
+        kq = F32(0.0)
+        smem = SmemAllocator()
+        sR = self.shared_sums(smem)
+        sD = None
+        if const_expr(self.per_k):
+            shape, stride = (self.warps, self.K), (self.K, 1)
+            sD = smem.allocate_tensor(F32, cute.make_layout(shape, stride=stride), 16)[thread.tid // 32, None]
+        if const_expr(self.fence):
+            # Always true, which the compiler cannot know: arithmetic does not move across a branch.
+            if options.beta_scale != F32(0.0):
+                decay, beta = self.use_token(read, gate, options, sD, fq, fk, fg, thread)
+                kq = self.normalise(fq, fk, options, thread, sR)
+        else:
+            decay, beta = self.use_token(read, gate, options, sD, fq, fk, fg, thread)
+        v = x.v[block.ni, block.t0, block.hv, None]
+        # rolled: unrolled over four chunks of a large tile one variant took 2.1 s to compile instead of 0.5
+        for it in cutlass.range(self.chunks, unroll=1):
+            row0 = block.v0 + it * self.chunk + thread.group * self.RV
+            unit = self.unit(block.vt, it, thread)
+            if const_expr(not self.early):
+                self.copy_rows(source, raw, row0, thread.lane, False)
+                if const_expr(self.chunks > 1):
+                    self.read_values(v, read.v, unit)
+            fh = self.fragment(F32)
+            rw = cute.make_rmem_tensor((self.own,), x.v.element_type)
+            for i in cutlass.range_constexpr(self.own):
+                rw[i] = read.v[i]
+            widen(raw, fh, self.spread)
+            if const_expr(self.early and self.chunks > 1):
+                if it + 1 < self.chunks:
+                    self.copy_rows(source, raw, row0 + self.chunk, thread.lane, False)
+                    self.read_values(v, read.v, self.unit(block.vt, it + 1, thread))
+            token = Token(fq, fk, fg, decay, beta, kq)
+            o = x.output[block.ni, block.t0, block.hv, None]
+            scaled = self.advance(fh, rw, token, F32(1.0), options, row0, unit, thread, sR, 0, o)
+            self.keep_state(x, kept, options.null_index, block, 0, fh, scaled, row0, thread.lane)
+            if const_expr(self.update):
+                if writes:
+                    self.store_rows(x.state[Int64(write_slot), block.hv, None, None], fh, scaled, row0, thread.lane)
+
+    @cute.jit
+    def many_tokens(self, x, options, block, thread, gate, read, kept, source, raw, write_slot, writes):
+        """T >= 2: the block's tokens go to shared memory once, and the state of a chunk of rows over them in a loop."""
+        fq = cute.make_rmem_tensor((self.RK,), F32)
+        fk = cute.make_rmem_tensor((self.RK,), F32)
+        fg = cute.make_rmem_tensor((self.RK,), F32)
+        smem = SmemAllocator()
+        sR = self.shared_sums(smem)
+        stage = self.shared_stage(smem, x.v.element_type)
+        self.write_stage(stage, read, x.dt_bias, gate, options, block.length, thread.tid)
+        cute.arch.sync_threads()
+        # rolled, as for one token
+        for it in cutlass.range(self.chunks, unroll=1):
+            row0 = block.v0 + it * self.chunk + thread.group * self.RV
+            unit = self.unit(block.vt, it, thread)
+            if const_expr(not self.early):
+                self.copy_rows(source, raw, row0, thread.lane, False)
+            fh = self.fragment(F32)
+            rw = cute.make_rmem_tensor((self.own,), x.v.element_type)
+            widen(raw, fh, self.spread)
+            if const_expr(self.early and self.chunks > 1):
+                if it + 1 < self.chunks:
+                    self.copy_rows(source, raw, row0 + self.chunk, thread.lane, False)
+            scaled = F32(1.0)
+            for t in cutlass.range(block.length, unroll=1):
+                self.read_key(stage.q[t, None], fq, thread.lane)
+                self.read_key(stage.k[t, None], fk, thread.lane)
+                if const_expr(self.per_k):
+                    self.read_key(stage.g[t, None], fg, thread.lane)
+                token = Token(fq, fk, fg, stage.scalars[t, 0], stage.scalars[t, 1], stage.scalars[t, 2])
+                self.read_values(stage.v[t, None], rw, self.unit(0, it, thread))
+                o = x.output[block.ni, block.t0 + t, block.hv, None]
+                scaled = self.advance(fh, rw, token, scaled, options, row0, unit, thread, sR, t % 2, o)
+                self.keep_state(x, kept, options.null_index, block, t, fh, scaled, row0, thread.lane)
+            if const_expr(self.update):
+                if writes:
+                    self.store_rows(x.state[Int64(write_slot), block.hv, None, None], fh, scaled, row0, thread.lane)
+
+    def thread(self, tid):
+        """A thread's place among those of a row, and its row's among the block's."""
+        if self.k_last:
+            return tid % self.lanes, tid // self.lanes
+        warp = tid // 32
+        lane = warp % self.split * self.lanes + tid % 32 // self.step
+        return lane, warp // self.split * self.step + tid % self.step
+
+    @cute.jit
+    def gate_of(self, x, A_shared, dt_shared, hq, hv, tid):
+        """Issues the loads of what a head's gate hangs on beside the token."""
+        ah, dh = self.parameters(x.A_log, A_shared, dt_shared, hq, hv)
+        A = F32(0.0) if const_expr(x.A_log is None) else x.A_log[ah].to(F32)
+        bias = F32(0.0) if const_expr(x.dt_bias is None or self.per_k) else x.dt_bias[dh].to(F32)
+        rbias = None
+        if const_expr(self.per_k and x.dt_bias is not None and not self.loop):
+            rbias = cute.make_rmem_tensor((self.K // 32,), x.dt_bias.element_type)
+            self.read_lane(x.dt_bias[dh, None], rbias, tid % 32)
+        return Gate(A, bias, dh, rbias)
+
+    @cute.jit
+    def read(self, x, block, thread):
+        """Issues the loads of what the tokens bring."""
+        return self.read_stage(x, block, thread) if const_expr(self.loop) else self.read_token(x, block, thread)
 
     @cute.kernel
     def kernel(
@@ -418,61 +685,39 @@ class Recurrent(decode.Decode):
         null_index: Int32, use_qk_l2norm: Int32, heads: cute.FastDivmodDivisorV2,
         slots: Int32, tokens: Int32, columns, rows, steps, A_shared, dt_shared,
     ):  # fmt: skip
+        x = Operands(
+            state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output
+        )  # fmt: skip
+        options = Options(scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm)
         tid, _, _ = cute.arch.thread_idx()
         vt, hv, n = self.place()
-        if const_expr(self.k_last):
-            lane = tid % self.lanes
-            group = tid // self.lanes
-        else:
-            warp = tid // 32
-            lane = warp % self.split * self.lanes + tid % 32 // self.step
-            group = warp // self.split * self.step + tid % self.step
+        lane, group = self.thread(tid)
         hq, _ = divmod(hv, heads)
-        # which `own` of its RV rows a thread will have the sums of, and where in its warp the row's threads begin
         part = lane % self.lanes // self.alike
         home = tid % 32 - lane if const_expr(self.k_last) else tid % self.step
+        thread = Thread(tid, lane, group, part, home)
 
-        slot, write_slot = self.slots_of(n, read_index, write_index, slot_index, accepted, columns)
+        self.await_producer("first")
+        row_slots = None
+        if const_expr(self.row):
+            row_slots, first = self.ask_row(n, tid % 32, slot_index, accepted, columns)
+            slot = Int32(0)
+            write_slot = write_index[n] if const_expr(self.pool and self.update) else slot
+        else:
+            slot, write_slot = self.slots_of(n, read_index, write_index, slot_index, accepted, columns)
         # the state's address waits for this: nothing may be computed before it that does not serve it
         cute.arch.sync_warp()
         ni, t0, length = self.span_of(n, cu_seqlens, tokens)
 
         # What does not hang on the slot is loaded while the slot's index is on its way: at small batches each is a wait for memory.
-        v0 = vt * self.tile_v
-        ah, dh = self.parameters(A_log, A_shared, dt_shared, hq, hv)
-        A = F32(0.0) if const_expr(A_log is None) else A_log[ah].to(F32)
-        bias = F32(0.0) if const_expr(dt_bias is None or self.per_k) else dt_bias[dh].to(F32)
-        rq = cute.make_rmem_tensor((self.RK,), q.element_type)
-        rk = cute.make_rmem_tensor((self.RK,), k.element_type)
-        wl = tid % 32
-        rg = cute.make_rmem_tensor((self.K // 32,), a.element_type)
-        rbias = None
-        if const_expr(self.per_k and dt_bias is not None and not self.loop):
-            rbias = cute.make_rmem_tensor((self.K // 32,), dt_bias.element_type)
-            self.read_lane(dt_bias[dh, None], rbias, wl)
-        rv = cute.make_rmem_tensor((self.own,), v.element_type)
-        ga = F32(0.0)
-        gb = F32(0.0)
-        if const_expr(self.loop):
-            # a warp's tokens lie side by side
-            per_token = cute.make_layout((self.stage_tokens, self.K // 32), stride=(self.K // 32, 1))
-            wq = cute.make_rmem_tensor(per_token, q.element_type)
-            wk = cute.make_rmem_tensor(per_token, k.element_type)
-            wg = cute.make_rmem_tensor(per_token, a.element_type)
-            ws = cute.make_rmem_tensor(cute.make_layout((self.stage_tokens, 2), stride=(2, 1)), F32)
-            wv = cute.make_rmem_tensor(
-                cute.make_layout((self.stage_values, self.VW), stride=(self.VW, 1)), v.element_type
-            )
-            self.read_stage(q, k, v, a, b, ni, t0, length, hq, hv, v0, tid, wq, wk, wg, ws, wv)
-        else:
-            self.read_token(q, k, a, ni, t0, hq, hv, lane, wl, rq, rk, rg)
-            if const_expr(not self.per_k):
-                ga = a[ni, t0, hv].to(F32)
-            gb = b[ni, t0, hv].to(F32)
-            self.read_values(v[ni, t0, hv, None], rv, self.unit(vt, 0, group, part))
+        block = Block(vt, vt * self.tile_v, hv, hq, n, ni, t0, length)
+        gate = self.gate_of(x, A_shared, dt_shared, hq, hv, tid)
+        read = self.read(x, block, thread) if const_expr(self.pdl != "state") else None
         # Loads do not move across this; without it the compiler sinks them below the branch (0.08 us at B=1 on an H100).
         cute.arch.sync_warp()
 
+        if const_expr(self.row):
+            slot = self.start_of_row(row_slots, first, n, slot_index, columns)
         live, writes = self.named(slot, write_slot, slots, null_index)
         row = Int64(n)
         keeps = live
@@ -480,127 +725,44 @@ class Recurrent(decode.Decode):
             at = slot_index[n]
             keeps = at >= 0 and at < rows and at != null_index
             row = Int64(at)
+        kept = Kept(slots, columns, steps, row, keeps, row_slots)
 
         if live:
             source = state[Int64(slot), hv, None, None]
             raw = self.fragment(self.state_dtype)
-            fq = cute.make_rmem_tensor((self.RK,), F32)
-            fk = cute.make_rmem_tensor((self.RK,), F32)
-            fg = cute.make_rmem_tensor((self.RK,), F32)
-            decay = F32(1.0)
-            beta = F32(1.0)
-            kq = F32(0.0)
             if const_expr(self.early):
-                self.copy_rows(source, raw, v0 + group * self.RV, lane, False)
+                self.copy_rows(source, raw, block.v0 + group * self.RV, lane, False)
                 if const_expr(self.per_k and not self.loop and not self.fence):
                     # the gates' arithmetic does not move across this: it would wait for g before the state is asked for
                     cute.arch.sync_warp()
-            smem = SmemAllocator()
-            sR = None
-            if const_expr(self.split > 1):
-                # a row's sums, padded to whole vectors
-                n4 = const_expr((2 * self.RV + 6) // 4 * 4)
-                shape = (2, self.split, self.groups, n4)
-                stride = (self.split * self.groups * n4, self.groups * n4, n4, 1)
-                sR = smem.allocate_tensor(F32, cute.make_layout(shape, stride=stride), 16)
-            sD = None
-            if const_expr(self.per_k and not self.loop):
-                shape, stride = (self.warps, self.K), (self.K, 1)
-                sD = smem.allocate_tensor(F32, cute.make_layout(shape, stride=stride), 16)[tid // 32, None]
-            if const_expr(self.loop):
-                T = const_expr(self.tokens)
-                wide = cute.make_layout((T, self.K), stride=(self.K, 1))
-                sQ = smem.allocate_tensor(F32, wide, 16)
-                sK = smem.allocate_tensor(F32, wide, 16)
-                sG = smem.allocate_tensor(F32, wide, 16) if const_expr(self.per_k) else None
-                sS = smem.allocate_tensor(F32, cute.make_layout((T, 4), stride=(4, 1)), 16)
-                sV = smem.allocate_tensor(
-                    v.element_type, cute.make_layout((T, self.tile_v), stride=(self.tile_v, 1)), 16
-                )
-                self.write_stage(
-                    sQ, sK, sG, sV, sS, dt_bias, dh, A, bias, length, tid, wq, wk, wg, ws, wv,
-                    scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, use_qk_l2norm,
-                )  # fmt: skip
-                cute.arch.sync_threads()
-            elif const_expr(self.fence):
-                # Always true, which the compiler cannot know: arithmetic does not move across a branch.
-                if beta_scale != F32(0.0):
-                    decay, beta = self.use_token(
-                        rq, rk, rg, rbias, ga, gb, A, bias, sD, lane, wl, fq, fk, fg,
-                        softplus_beta, softplus_threshold, lower_bound, beta_scale,
-                    )  # fmt: skip
-                    kq = self.normalise(fq, fk, scale, use_qk_l2norm, lane, group, sR)
+            body = self.many_tokens if const_expr(self.loop) else self.one_token
+            if const_expr(self.pdl == "state"):
+                self.await_producer("state")
+                late = self.read(x, block, thread)
+                # as above
+                cute.arch.sync_warp()
+                body(x, options, block, thread, gate, late, kept, source, raw, write_slot, writes)
             else:
-                decay, beta = self.use_token(
-                    rq, rk, rg, rbias, ga, gb, A, bias, sD, lane, wl, fq, fk, fg,
-                    softplus_beta, softplus_threshold, lower_bound, beta_scale,
-                )  # fmt: skip
-            # rolled: unrolled over four chunks of a large tile one variant took 2.1 s to compile instead of 0.5
-            for it in cutlass.range(self.chunks, unroll=1):
-                row0 = v0 + it * self.chunk + group * self.RV
-                unit = self.unit(vt, it, group, part)
-                if const_expr(not self.early):
-                    self.copy_rows(source, raw, row0, lane, False)
-                    if const_expr(not self.loop and self.chunks > 1):
-                        self.read_values(v[ni, t0, hv, None], rv, unit)
-                fh = self.fragment(F32)
-                rw = cute.make_rmem_tensor((self.own,), v.element_type)
-                for i in cutlass.range_constexpr(self.own):
-                    rw[i] = rv[i]
-                widen(raw, fh, self.spread)
-                if const_expr(self.early and self.chunks > 1):
-                    if it + 1 < self.chunks:
-                        self.copy_rows(source, raw, row0 + self.chunk, lane, False)
-                        if const_expr(not self.loop):
-                            self.read_values(v[ni, t0, hv, None], rv, self.unit(vt, it + 1, group, part))
-                scaled = F32(1.0)
-                if const_expr(self.loop):
-                    for t in cutlass.range(length, unroll=1):
-                        self.read_key(sQ[t, None], fq, lane)
-                        self.read_key(sK[t, None], fk, lane)
-                        if const_expr(self.per_k):
-                            self.read_key(sG[t, None], fg, lane)
-                        decay = sS[t, 0]
-                        beta = sS[t, 1]
-                        kq = sS[t, 2]
-                        self.read_values(sV[t, None], rw, self.unit(0, it, group, part))
-                        o = output[ni, t0 + t, hv, None]
-                        scaled = self.advance(
-                            fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, unit, lane, group, part, home,
-                            sR, t % 2, o,
-                        )  # fmt: skip
-                        self.keep_state(
-                            state, slot_index, intermediate, slots, columns, steps, n, row, t, hv, fh, scaled, keeps, null_index, row0, lane,
-                        )  # fmt: skip
-                else:
-                    o = output[ni, t0, hv, None]
-                    scaled = self.advance(
-                        fh, rw, fq, fk, fg, decay, scaled, beta, kq, scale, use_qk_l2norm, row0, unit, lane, group, part, home, sR, 0, o,
-                    )  # fmt: skip
-                    self.keep_state(
-                        state, slot_index, intermediate, slots, columns, steps, n, row, 0, hv, fh, scaled, keeps, null_index, row0, lane,
-                    )  # fmt: skip
-                if const_expr(self.update):
-                    if writes:
-                        self.store_rows(state[Int64(write_slot), hv, None, None], fh, scaled, row0, lane)
+                body(x, options, block, thread, gate, read, kept, source, raw, write_slot, writes)
         else:
-            self.zero_rows(output, ni, t0, length, hv, v0, tid)
+            self.await_producer("state")
+            self.zero_rows(output, ni, t0, length, hv, block.v0, tid)
 
     @cute.jit
-    def keep_state(
-        self, state, slot_index, intermediate, slots, columns, steps, n, row, t, hv, fh, scaled: Float32, keeps, null_index: Int32,
-        row0, lane,
-    ):  # fmt: skip
+    def keep_state(self, x, kept, null_index: Int32, block, t, fh, scaled: Float32, row0, lane):
         """Writes the state after token t to its place among the intermediate states, where the contract has them."""
         if const_expr(self.intermediate == "slots"):
             # a ragged request may have more tokens than there are columns
-            if t < columns:
-                slot = slot_index[n, t]
-                if slot >= 0 and slot < slots and slot != null_index:
-                    self.store_rows(state[Int64(slot), hv, None, None], fh, scaled, row0, lane)
+            if t < kept.columns:
+                if const_expr(self.row):
+                    slot = self.of_row(kept.row_slots, Int32(t))
+                else:
+                    slot = x.slot_index[block.n, t]
+                if slot >= 0 and slot < kept.slots and slot != null_index:
+                    self.store_rows(x.state[Int64(slot), block.hv, None, None], fh, scaled, row0, lane)
         elif const_expr(self.intermediate != "none"):
-            if keeps and t < steps:
-                self.store_rows(intermediate[row, Int64(t), hv, None, None], fh, scaled, row0, lane)
+            if kept.keeps and t < kept.steps:
+                self.store_rows(x.intermediate[kept.row, Int64(t), block.hv, None, None], fh, scaled, row0, lane)
 
 
 def compile(facts: dict, knobs: dict, options: str, prefix: str):

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gdntune.device.arch import Device
-from gdntune.errors import UnsupportedProblem
+from gdntune.errors import UnsupportedProblem, listed
 from gdntune.kernels.facts import compiled_tokens, facts
 from gdntune.kernels.spec import Block, Kernel, knob
 from gdntune.problem import ITEMSIZE, Contract
+
+PDL = ("none", "first", "state")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,17 @@ class Knobs:
     )
     registers: int = knob(
         "rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0
+    )
+    row: bool = knob(
+        "row",
+        "intermediate=slots: a warp reads a request's slots at once; else each where it is needed",
+        default=False,
+    )
+    pdl: str = knob(
+        "pdl",
+        "programmatic dependent launch: `none`; `first` waits for the kernel ahead before its first"
+        " load, `state` after indices and state are asked for, which that kernel must not write",
+        default="none",
     )
 
 
@@ -136,6 +149,14 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             "fence=True: accepted with k_last at T=1 and early=True, where loads stand before the"
             " gate"
         )
+    if s.row and c.intermediate != "slots":
+        return (
+            f"row=True with intermediate={c.intermediate}: expected slots, of which a row is read"
+        )
+    if s.pdl not in PDL:
+        return f"pdl={s.pdl!r}: expected one of {listed(PDL)}"
+    if s.pdl == "state" and not s.early:
+        return "pdl='state' without early=True: the state's loads stand before the gates'"
     rows = chunk_rows(c, s)
     if s.tile_v % rows:
         return (
@@ -314,7 +335,20 @@ def why_left_out(c: Contract, s: Knobs) -> str | None:
 @functools.lru_cache(maxsize=256)
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
-    return tuple(s for s in _candidates(c) if not refuse(c, s) and why_left_out(c, s) is None)
+    found = [s for s in _candidates(c) if not refuse(c, s) and why_left_out(c, s) is None]
+    if c.intermediate == "slots":
+        found += [dataclasses.replace(s, row=True) for s in found if s.early]
+    dependent = (dataclasses.replace(s, pdl=p) for p in PDL[1:] for s in found)
+    return (*found, *(s for s in dependent if not refuse(c, s)))
+
+
+def under(s: Knobs, l2: str) -> bool:
+    """Whether a setting's times mean something under an L2 policy.
+
+    A kernel that starts before the one ahead ends waits within its own time; what that is worth to
+    a model shows in a chain alone.
+    """
+    return s.pdl == "none" or l2 == "chain"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,7 +397,7 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
 
     def distance(s: Knobs) -> tuple[Any, ...]:
         return (
-            s.heads or s.fence or s.registers > 0,
+            s.heads or s.fence or s.registers > 0 or s.row or s.pdl != "none",
             abs(math.log2(s.tile_v / target.tile_v)),
             s.threads != target.threads,
             s.spread != target.spread,
@@ -390,4 +424,5 @@ KERNEL = Kernel(
     compiler="gdntune.kernels.recurrent:compile",
     sources=("gdntune.kernels.recurrent",),
     block=block,
+    under=under,
 )

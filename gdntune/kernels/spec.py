@@ -88,6 +88,8 @@ class Kernel:
         earlier, by contract.
     at: whether a setting is timed at a problem's cell on a device; all are, unless it says
         otherwise.
+    under: whether a setting's times mean something under an L2 policy; they do under all, unless it
+        says otherwise.
     block: what a setting's thread blocks are launched with, by contract; None where there are none
         (the CPU).
     sources: modules or files below gdntune/ whose text decides the object; the fingerprint covers
@@ -106,6 +108,7 @@ class Kernel:
     sources: tuple[str, ...]
     leads: Callable[[Contract], bool] = lambda _: False
     at: Callable[[Problem, Device, Any], bool] = lambda problem, device, setting: True
+    under: Callable[[Any, str], bool] = lambda setting, l2: True
     block: Callable[[Contract, Any], Block] | None = None
 
     def variant(self, knobs: Any) -> Variant:
@@ -164,9 +167,11 @@ class Kernel:
             [self.name, *(p for n, p in parts.items() if variant.knobs[n] != fields[n].default)]
         )
 
-    def variants(self, contract: Contract, device: Device) -> tuple[Variant, ...]:
-        """The variants worth trying."""
-        return tuple(self.variant(s) for s in self.space(contract, device))
+    def variants(
+        self, contract: Contract, device: Device, l2: str = "cold-clean"
+    ) -> tuple[Variant, ...]:
+        """The variants worth trying under an L2 policy."""
+        return tuple(self.variant(s) for s in self.space(contract, device) if self.under(s, l2))
 
 
 # The floors that are timed, the headlines' first.

@@ -20,8 +20,8 @@ class Stream:
     def __init__(self, facts: dict, knobs: dict):
         self.dtype = DTYPES[facts["state_dtype"]]
         self.update, self.steps = facts["update"], facts["steps"]
-        self.tile, self.ilp, self.vec, self.threads, self.early, self.indexed = (
-            knobs[n] for n in ("tile", "ilp", "vec", "threads", "early", "indexed")
+        self.tile, self.ilp, self.vec, self.threads, self.early, self.indexed, self.ahead = (
+            knobs[n] for n in ("tile", "ilp", "vec", "threads", "early", "indexed", "ahead")
         )
         self.chunk = self.threads * self.vec * self.ilp
         self.chunks = self.tile // self.chunk
@@ -49,6 +49,8 @@ class Stream:
     def kernel(self, state, slots, intermediate, factor: Float32, sink):
         tid, _, _ = cute.arch.thread_idx()
         block, n, _ = cute.arch.block_idx()
+        if const_expr(self.ahead):
+            cute.arch.griddepcontrol_launch_dependents()
         row = state[Int64(slots[n] if const_expr(self.indexed) else n), None]
         layout = cute.make_layout((self.ilp, self.vec), stride=(self.vec, 1))
         raw = cute.make_rmem_tensor(layout, self.dtype)

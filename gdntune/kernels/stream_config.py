@@ -22,6 +22,11 @@ class Knobs:
         "over the slots that an index names, in its order; else over those from 0 on",
         default=False,
     )
+    ahead: bool = knob(
+        "ahead",
+        "kernels of programmatic dependent launch behind it may start at once",
+        default=False,
+    )
 
 
 def facts(c: Contract) -> Facts:
@@ -113,3 +118,11 @@ def flush() -> tuple[Contract, Variant]:
     return Contract(state_dtype="fp32", mode="frozen"), KERNEL.variant(
         Knobs(tile=4096, ilp=4, vec=4, threads=256)
     )
+
+
+def producer() -> tuple[Contract, Variant]:
+    """A copy of fp32 rows, one to one, that lets the kernels behind it start at once: what writes a
+    call's inputs in a chain. A row of its buffers is whole tiles of 4 KiB.
+    """
+    contract = Contract(state_dtype="fp32", mode="frozen", intermediate="dense")
+    return contract, KERNEL.variant(Knobs(tile=1024, ilp=2, vec=4, threads=128, ahead=True))

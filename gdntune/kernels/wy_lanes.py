@@ -28,7 +28,7 @@ class WYLanes(decode.Decode):
     def __init__(self, facts: dict, knobs: dict):
         self.lanes, self.RV, threads = knobs["lanes"], knobs["ilp"], knobs["threads"]
         self.groups = threads // self.lanes
-        super().__init__(facts, self.groups * self.RV, threads)
+        super().__init__(facts, self.groups * self.RV, threads, pdl=knobs["pdl"])
         self.shared = knobs["shared"]
         self.warps = threads // 32
         self.T = self.tokens
@@ -137,33 +137,6 @@ class WYLanes(decode.Decode):
                 g[self.pairs[p][0]] = sums[p]
         return g
 
-    @cute.jit
-    def ask_row(self, n, wl, slot_index, accepted, columns):
-        """Issues the loads of `slots`: a request's row of slots, one a lane, and beside it the column to start from.
-
-        A column that hangs on `accepted` is a second wait for memory before the state, and a slot asked for after each token one more
-        before what follows it.
-        """
-        row = slot_index[n, cutlass.min(wl, columns - 1)]
-        first = Int32(1)
-        if const_expr(self.accepted):
-            first = accepted[n]
-        return row, first
-
-    @cute.jit
-    def of_row(self, row, column):
-        """A row's slot of a column below 32; all lanes take part."""
-        return cute.arch.shuffle_sync(row, offset=column, mask=-1, mask_and_clamp=31)
-
-    @cute.jit
-    def start_of_row(self, row, first, n, slot_index, columns):
-        """The slot to start from, of what `ask_row` asked for."""
-        column = cutlass.min(cutlass.max(first, 1), columns) - 1
-        slot = self.of_row(row, cutlass.min(column, 31))
-        if column > 31:
-            slot = slot_index[n, column]
-        return slot
-
     @cute.kernel
     def kernel(
         self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
@@ -178,6 +151,7 @@ class WYLanes(decode.Decode):
         lane = tid % self.lanes
         row0 = vt * self.tile_v + tid // self.lanes * RV
         hq, _ = divmod(hv, heads)
+        self.await_producer("first")
         row = Int32(0)
         first = Int32(1)
         if const_expr(self.intermediate == "slots"):
@@ -198,7 +172,12 @@ class WYLanes(decode.Decode):
         rq = cute.make_rmem_tensor(keys, q.element_type)
         rv = cute.make_rmem_tensor(cute.make_layout((T, RV), stride=(RV, 1)), v.element_type)
         # lane t of each four has token t's gates
-        ga, gb = self.read_inputs(q, k, v, a, b, ni, t0, length, hq, hv, row0, wl, lane, rk, rq, rv)
+        ga = F32(0.0)
+        gb = F32(0.0)
+        if const_expr(self.pdl != "state"):
+            ga, gb = self.read_inputs(
+                q, k, v, a, b, ni, t0, length, hq, hv, row0, wl, lane, rk, rq, rv
+            )
         # Loads do not move across this; without it the compiler sinks them below the branch.
         cute.arch.sync_warp()
         if const_expr(self.intermediate == "slots"):
@@ -213,6 +192,11 @@ class WYLanes(decode.Decode):
             tile = cute.make_layout((RV, RK), stride=(RK, 1))
             raw = cute.make_rmem_tensor(tile, self.state_dtype)
             self.copy_rows(state[Int64(slot), hv, None, None], raw, row0, lane, False)
+            if const_expr(self.pdl == "state"):
+                self.await_producer("state")
+                ga, gb = self.read_inputs(
+                    q, k, v, a, b, ni, t0, length, hq, hv, row0, wl, lane, rk, rq, rv
+                )
             # what follows does not move across this: it would wait for k before the state is asked for
             cute.arch.sync_warp()
             sG = None
@@ -296,6 +280,7 @@ class WYLanes(decode.Decode):
                 if writes:
                     self.store_rows(state[Int64(write_slot), hv, None, None], fh, row0, lane)
         else:
+            self.await_producer("state")
             self.zero_rows(output, ni, t0, length, hv, vt * self.tile_v, tid)
 
     @cute.jit

@@ -3,8 +3,9 @@
 import dataclasses
 
 from gdntune.device.arch import Device
-from gdntune.errors import UnsupportedProblem
+from gdntune.errors import UnsupportedProblem, listed
 from gdntune.kernels.facts import facts
+from gdntune.kernels.recurrent_config import PDL, under
 from gdntune.kernels.spec import Block, Facts, Kernel, knob
 from gdntune.problem import ITEMSIZE, Contract
 
@@ -20,6 +21,12 @@ class Knobs:
         "shared",
         "a block's warps share the sums over q and k; else every row's threads take all",
         default=False,
+    )
+    pdl: str = knob(
+        "pdl",
+        "programmatic dependent launch: `none`; `first` waits for the kernel ahead before its first"
+        " load, `state` after indices and state are asked for, which that kernel must not write",
+        default="none",
     )
 
 
@@ -44,6 +51,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return (
             "shared=True of one warp: there is no other to share with, expected threads from 64 on"
         )
+    if s.pdl not in PDL:
+        return f"pdl={s.pdl!r}: expected one of {listed(PDL)}"
     if c.V % (s.threads // s.lanes * s.ilp):
         return f"V={c.V} is not a multiple of threads/lanes*ilp={s.threads // s.lanes * s.ilp}"
     held = c.K // s.lanes * (2 * c.tokens + s.ilp)
@@ -67,7 +76,8 @@ def block(c: Contract, s: Knobs) -> Block:
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
     settings = (
-        Knobs(ilp, lanes, threads, shared)
+        Knobs(ilp, lanes, threads, shared, pdl)
+        for pdl in PDL
         for shared in (False, True)
         for threads in (128, 64, 256)
         for lanes in (16, 8, 4)
@@ -78,7 +88,7 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A middling setting."""
-    legal = [s for s in space(c, device) if not s.shared]
+    legal = [s for s in space(c, device) if s.pdl == "none" and not s.shared]
     if not legal:
         raise UnsupportedProblem(
             f"no setting of wy_lanes serves {c.key()}: {refuse(c, Knobs(1, 16, 128))}"
@@ -98,4 +108,5 @@ KERNEL = Kernel(
     compiler="gdntune.kernels.wy_lanes:compile",
     sources=("gdntune.kernels.wy_lanes",),
     block=block,
+    under=under,
 )

@@ -8,6 +8,7 @@ does: a wrong object would fail at its first launch.
 
 import contextlib
 import ctypes
+import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -156,7 +157,8 @@ def object_spec(
         kernel=kernel.name,
         device=kernel.device,
         facts={**kernel.facts(contract), **({} if label is None else {"label": label})},
-        knobs=dict(variant.knobs),
+        # a table or journal of an older version names fewer knobs: the others are at their defaults
+        knobs=dataclasses.asdict(kernel.setting(variant.knobs)),
         arch=device.arch,
         fingerprint=fingerprint(kernel.sources),
         toolchain=toolchain(kernel.device),

@@ -155,9 +155,10 @@ def _never_timed(source: LoadedRun, contract: Contract, check: Check) -> dict[st
     """A variant that failed its check. A journal has its id; its knobs are those of the kernels as
     installed, where they know it.
     """
-    v = next(
-        (v for v in kernels.variants(contract, source.run.device) if v.id == check.variant), None
+    known = kernels.variants(
+        contract, source.run.device, l2=source.run.policy.get("l2", "cold-clean")
     )
+    v = next((v for v in known if v.id == check.variant), None)
     configuration = {"variant": check.variant} if v is None else {"kernel": v.kernel, **v.knobs}
     measurements = [_measured("variant", check.variant), _measured("reason", check.reason)]
     return {

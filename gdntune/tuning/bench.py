@@ -51,15 +51,16 @@ def bench(
     runtime = Runtime(device, store)
     if table is not None:
         runtime.use(table)
+    policy = policy or config.policy
     # A peer named twice is one peer.
     named = {name: peers.get(name) for name in dict.fromkeys(peer_names)}
     means = Means(
         store,
-        policy or config.policy,
+        policy,
         tuple(devices) or (index,),
         executor,
         jobs,
         progress or Progress(),
         command,
     )
-    return run(bench_plan(config, device, runtime, named), Path(folder), means)
+    return run(bench_plan(config, device, runtime, named, policy.l2), Path(folder), means)

@@ -33,8 +33,13 @@ LARGEST_SHARE = 0.8
 # Between the slots of a pool, as where an engine keeps the convolution's state beside them: 17
 # cache lines, so that slots begin at no multiple of a page.
 SLOT_GAP_BYTES = 17 * 128
+# What a producer's kernel copies is a multiple of it.
+ROW_BYTES = 4096
 # Of each tensor that a producer writes, as torch's allocator gives it.
 ALIGNMENT = 256
+
+# Copies words from one tensor to another of the same size, in one kernel.
+Copy = Callable[[Tensor, Tensor], Any]
 
 PRODUCED = ("q", "k", "v", "a", "b", "output")
 # For calls that take q, k and v in one tensor: written too, where one of them is timed.
@@ -71,6 +76,11 @@ def layers_of(problem: Problem, device: Device) -> int:
     return max(LEAST_LAYERS, fit - fit % LEAST_LAYERS)
 
 
+def _copied(source: Tensor, target: Tensor) -> None:
+    """By an elementwise kernel, since torch's copy_ within a device is no kernel but a memcpy."""
+    torch.bitwise_or(source, 0, out=target)
+
+
 class Chain:
     """The layers of a problem: each with a pool of its own, in shuffled slots, and with its own q,
     k, v, a, b and output.
@@ -83,7 +93,13 @@ class Chain:
     """
 
     def __init__(
-        self, problem: Problem, place: str, layers: int, packed: bool = False, seed: int = 0
+        self,
+        problem: Problem,
+        place: str,
+        layers: int,
+        packed: bool = False,
+        seed: int = 0,
+        copy: Copy | None = None,
     ) -> None:
         self.layers = layers
         gap = SLOT_GAP_BYTES // ITEMSIZE[problem.contract.state_dtype]
@@ -102,6 +118,7 @@ class Chain:
         for name, x in flowing.items():
             starts[name] = size
             size += -(-x.numel() * x.element_size() // ALIGNMENT) * ALIGNMENT
+        size = -(-size // ROW_BYTES) * ROW_BYTES
         buffers = torch.zeros(1 + layers, size // 4, dtype=torch.int32, device=place)
 
         def views(row: Tensor) -> dict[str, Any]:
@@ -121,9 +138,9 @@ class Chain:
                 # Equal states, so that one copy kept aside restores them all.
                 case.state.copy_(first.state)
         used = torch.empty_like(first.output)
-        # An elementwise kernel, since torch's copy_ within a device is no kernel but a memcpy.
+        copy = copy or _copied
         self._produce: list[Callable[[], Any]] = [
-            functools.partial(torch.bitwise_or, buffers[0], 0, out=row) for row in buffers[1:]
+            functools.partial(copy, buffers[0], row) for row in buffers[1:]
         ]
         self._use: list[Callable[[], Any]] = [
             functools.partial(torch.neg, c.output, out=used) for c in self.cases

@@ -9,6 +9,7 @@ from gdntune.device.arch import Device, cpu_threads
 from gdntune.kernels.spec import Variant
 from gdntune.objects.store import Store
 from gdntune.problem import Problem
+from gdntune.timing import L2
 from gdntune.tuning import cells
 from gdntune.tuning.config import Config
 from gdntune.tuning.plan import sweep_plan
@@ -54,12 +55,19 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def estimate(
-    config: Config, device: Device, store: Store, jobs: int | None = None, workers: int = 1
+    config: Config,
+    device: Device,
+    store: Store,
+    jobs: int | None = None,
+    workers: int = 1,
+    l2: L2 | None = None,
 ) -> Estimate:
     """Expects a sweep of a config on a device: objects over compiling processes, checks and cells
     over timing processes.
+
+    l2: instead of the config's L2 policy.
     """
-    plan = sweep_plan(config, device)
+    plan = sweep_plan(config, device, l2=l2)
     objects = plan.objects()
     missing = sum(store.find(spec) is None for spec, _ in objects)
     problems = [*plan.problems, *cells.held_out(config, ())]

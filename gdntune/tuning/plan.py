@@ -19,6 +19,7 @@ from gdntune.objects.store import ObjectSpec, object_spec
 from gdntune.problem import Contract, Problem
 from gdntune.results.journal import PEER, TABLE
 from gdntune.results.table import Table
+from gdntune.timing import L2
 from gdntune.tuning import cells
 from gdntune.tuning.config import Config, Search
 
@@ -70,6 +71,7 @@ class Plan:
     that are timed at all of its cells. choices: of a bench, what is chosen at each cell beforehand;
     None: the run chooses, and may add cells. judged: tables whose choices get final samples.
     peers: other libraries by name. origins: what else two runs that share a journal have in common.
+    l2: the L2 policy that all is timed under.
     """
 
     config: Config
@@ -81,6 +83,7 @@ class Plan:
     judged: tuple[Table, ...] = ()
     peers: Mapping[str, "Peer"] = dataclasses.field(default_factory=dict)
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    l2: L2 = "cold-clean"
 
     @property
     def regret(self) -> float | None:
@@ -139,6 +142,8 @@ class Plan:
         if self.device.kind == "cuda":
             # First of all: the timing process needs it before any cell.
             add(*kernels.flush(), label="flush")
+            if self.l2 == "chain":
+                add(*kernels.producer(), label="producer")
         for problem in self.problems:
             for variant in self.named(problem):
                 add(problem.contract, variant)
@@ -152,12 +157,16 @@ def _floors(config: Config, device: Device) -> dict[Contract, tuple[Variant, ...
     return {c: kernels.variants(c, device, "floor") for c in config.all_contracts()}
 
 
-def sweep_plan(config: Config, device: Device, judged: Sequence[Table] = ()) -> Plan:
+def sweep_plan(
+    config: Config, device: Device, judged: Sequence[Table] = (), l2: L2 | None = None
+) -> Plan:
     """Every variant that a config admits at each of its cells.
 
-    judged: tables whose choices are timed to the end there. Raises ConfigError for held-out cells
-    that cannot be, UnsupportedProblem for a judged table of another kind of device.
+    judged: tables whose choices are timed to the end there. l2: instead of the config's L2 policy.
+    Raises ConfigError for held-out cells that cannot be, UnsupportedProblem for a judged table of
+    another kind of device.
     """
+    l2 = l2 or config.policy.l2
     for other in (t.device for t in judged if t.device.kind != device.kind):
         raise UnsupportedProblem(
             f"a table of {other.name} ({other.kind}) to be judged on {device.name}"
@@ -165,17 +174,31 @@ def sweep_plan(config: Config, device: Device, judged: Sequence[Table] = ()) -> 
         )
     # For its refusals alone, before minutes of compiling.
     cells.listed_held_out(config)
-    tried = {c: config.admitted(c, kernels.variants(c, device)) for c in config.all_contracts()}
+    tried = {
+        c: config.admitted(c, kernels.variants(c, device, l2=l2)) for c in config.all_contracts()
+    }
     return Plan(
-        config, device, config.problems(), tried, _floors(config, device), judged=tuple(judged)
+        config,
+        device,
+        config.problems(),
+        tried,
+        _floors(config, device),
+        judged=tuple(judged),
+        l2=l2,
     )
 
 
 def bench_plan(
-    config: Config, device: Device, runtime: "Runtime", peers: Mapping[str, "Peer"]
+    config: Config,
+    device: Device,
+    runtime: "Runtime",
+    peers: Mapping[str, "Peer"],
+    l2: L2 | None = None,
 ) -> Plan:
     """At each cell, cells of equal work units apart: what the runtime would call, the default
     rule's choice, the floors, and the entries of peers that serve it.
+
+    l2: instead of the config's L2 policy.
     """
     problems = config.all_problems()
     # Through the runtime itself, so that a bench times what an engine would call.
@@ -189,6 +212,7 @@ def bench_plan(
         choices=choices,
         peers=peers,
         origins=_origins(config, runtime, peers),
+        l2=l2 or config.policy.l2,
     )
 
 

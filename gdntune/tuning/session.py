@@ -110,6 +110,21 @@ class Session:
 
         return read
 
+    def _producer(self) -> Callable[[Any, Any], Any]:
+        """The kernel that writes a chained call's inputs, and lets it start before it ends."""
+        import torch
+
+        function = self.function(*kernels.producer(), label="producer")
+        # the one row's slot
+        zero = torch.zeros(1, dtype=torch.int32, device=self.place)
+        sink = torch.zeros(1, device=self.place)
+
+        def copy(source: Any, target: Any) -> None:
+            row = source.view(torch.float32).view(1, -1)
+            function(row, zero, target.view(torch.float32).view(1, 1, -1), 1.0, sink)
+
+        return copy
+
     def function(
         self, contract: Contract, variant: Variant, label: str | None = None
     ) -> Callable[..., Any]:
@@ -202,7 +217,8 @@ class Session:
 
             # The last cell's pools go before this one's are made.
             self.chained.chain = None
-            self.chained.chain = chain = Chain(problem, self.place, turns, packed, seed)
+            copy = self._producer() if self.device.kind == "cuda" else None
+            self.chained.chain = chain = Chain(problem, self.place, turns, packed, seed, copy)
             return chain.cases
         if turns == 1:
             return [make_case(problem, self.place, seed)]

@@ -3,6 +3,7 @@ wide.
 """
 
 import multiprocessing
+import re
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -11,6 +12,7 @@ from ptx.offsets import compile_ptx, narrow_products, wide_products
 from gdntune import kernels
 from gdntune.device import arch
 from gdntune.kernels import recurrent_config, wy_config
+from gdntune.kernels.spec import Variant
 from gdntune.objects.build import SPILL_LIMIT_BYTES, compile_objects
 from gdntune.objects.store import Store, object_spec
 from gdntune.problem import Contract
@@ -68,11 +70,14 @@ def ptx_of():
     device = arch.target("sm_90a")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
 
-        def compiled(contract, name="recurrent"):
+        def compiled(contract, name="recurrent", **changes):
             kernel = kernels.get(name)
-            knobs = kernel.variant(
-                kernel.default(contract, 8192 if contract == Contract() else 64, device)
-            ).knobs
+            knobs = {
+                **kernel.variant(
+                    kernel.default(contract, 8192 if contract == Contract() else 64, device)
+                ).knobs,
+                **changes,
+            }
             return pool.submit(
                 compile_ptx, name, dict(kernel.facts(contract)), knobs, device.arch
             ).result()
@@ -133,6 +138,9 @@ def test_spaces_are_large_and_legal():
         ({"spread": True, "ilp": 1}, "spread=True"),
         ({"heads": True, "tile_v": 128}, "heads=True"),
         ({"fence": True}, "fence=True"),
+        ({"row": True}, "row=True with intermediate=none"),
+        ({"pdl": "last"}, "pdl='last': expected one of none, first, state"),
+        ({"pdl": "state", "early": False}, "pdl='state' without early=True"),
     ],
 )
 def test_illegal_knobs_are_refused_with_a_reason(knobs, reason):
@@ -201,6 +209,92 @@ def test_the_default_serves_what_a_space_leaves_out():
     # many heads: a thread with several rows, whose sums it shares; few: one wait less
     many, few = (recurrent_config.default(Contract(), n, device) for n in (8192, 16))
     assert (many.spread, few.spread) == (True, False)
+
+
+NEW_KNOBS = {"recurrent": ("row", "pdl"), "wy_lanes": ("pdl",)}
+SLOTS = Contract(tokens=3, intermediate="slots", mode="frozen", accepted=True)
+
+
+@pytest.mark.parametrize("name", NEW_KNOBS)
+def test_a_table_of_fewer_knobs_names_the_same_objects(name):
+    """A knob that a later version adds is at its default in an earlier version's table: the ids and
+    the objects stay, else each such table would be void.
+    """
+    device, kernel = arch.target("sm_90a"), kernels.get(name)
+    for now in kernel.variants(SLOTS, device):
+        if any(now.knobs[k] not in (False, "none") for k in NEW_KNOBS[name]):
+            continue
+        fewer = {k: v for k, v in now.knobs.items() if k not in NEW_KNOBS[name]}
+        then = Variant(name, now.id, fewer)
+        assert kernel.variant(kernel.setting(fewer)).id == now.id
+        assert kernel.named(then) is None
+        specs = [object_spec(kernel, SLOTS, v, device) for v in (then, now)]
+        assert specs[0].key == specs[1].key
+
+
+@pytest.mark.parametrize("name", NEW_KNOBS)
+def test_dependent_launch_is_tried_under_chain_alone(name):
+    """Its own time of a kernel that waits within it says nothing of what it is worth; and no rule
+    chooses it unasked.
+    """
+    device, kernel = arch.target("sm_90a"), kernels.get(name)
+
+    def forms(l2):
+        return {v.knobs["pdl"] for v in kernel.variants(SLOTS, device, l2)}
+
+    assert forms("cold-clean") == forms("warm") == {"none"}
+    assert forms("chain") == {"none", "first", "state"}
+    for exponent in range(14):
+        assert kernel.default(SLOTS, 1 << exponent, device).pdl == "none"
+
+
+def test_rows_of_slots_are_tried_where_there_are_slots():
+    """And the default rule does not choose them before a sweep has."""
+    device = arch.target("sm_90a")
+    rows = [s for s in recurrent_config.space(SLOTS, device) if s.row]
+    assert rows
+    assert not any(s.row for s in recurrent_config.space(Contract(tokens=3), device))
+    for exponent in range(14):
+        assert not recurrent_config.default(SLOTS, 1 << exponent, device).row
+
+
+def _until_it_waits(ptx):
+    """The loads before a kernel's first wait for the kernel ahead, and all others."""
+    assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
+    before, after = ptx.split("griddepcontrol.wait", 1)
+    return [re.findall(r"ld\.global[.\w]*", part) for part in (before, after)]
+
+
+@pytest.mark.parametrize(("name", "contract"), [("recurrent", Contract()), ("wy_lanes", SLOTS)])
+def test_where_a_dependent_launch_waits(name, contract, ptx_of):
+    """`first`: nothing is loaded before the wait. `state`: indices and the state are, q, k, v and
+    the gates are not. `none`: no wait.
+    """
+    assert "griddepcontrol" not in ptx_of(contract, name)
+    before, after = _until_it_waits(ptx_of(contract, name, pdl="first"))
+    assert (before, bool(after)) == ([], True)
+    in_all = len(after)
+    before, after = _until_it_waits(ptx_of(contract, name, pdl="state"))
+    # vectors of the state that a thread holds
+    assert sum(".v" in load for load in before) == {"recurrent": 8, "wy_lanes": 1}[name]
+    # q, k and v of each token, and its gates, by whoever reads them
+    assert sum(".v" in load for load in after) >= 2 * contract.tokens
+    assert len(before) + len(after) == in_all
+
+
+def test_a_row_of_slots_is_read_once(ptx_of):
+    """Fault: of `slots` every column to write was a load of its own in the loop over tokens, a wait
+    before each state's store.
+    """
+    in_loop = [ptx_of(SLOTS, row=row).rpartition("bar.sync")[2] for row in (False, True)]
+    assert [part.count("ld.global") for part in in_loop] == [1, 0]
+
+
+def test_what_writes_a_chains_inputs_lets_its_dependents_start(ptx_of):
+    """Else a kernel of dependent launch has nothing to start ahead of."""
+    (contract, variant), flush = kernels.producer(), kernels.flush()
+    assert "griddepcontrol.launch_dependents" in ptx_of(contract, "stream", **variant.knobs)
+    assert "griddepcontrol" not in ptx_of(flush[0], "stream", **flush[1].knobs)
 
 
 PTX_CASES = {

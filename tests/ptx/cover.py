@@ -130,6 +130,8 @@ def _settings(kernel: Kernel) -> tuple[Any, ...]:
             if layout == "k_last" or mode == "update":
                 base = Contract(op, tokens, layout=layout, state_dtype=state, gate=GATES[op][0])
                 found.update(dict.fromkeys(kernel.space(base.replace(mode=mode), device)))
+    slots = Contract(tokens=3, mode="frozen", intermediate="slots")
+    found.update(dict.fromkeys(kernel.space(slots, device)))
     return tuple(found)
 
 

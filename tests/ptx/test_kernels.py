@@ -70,6 +70,20 @@ def test_no_launch_has_more_requests_than_a_grid(builder):
     assert launches == [(parts.MAX_REQUESTS, 0), (2, parts.MAX_REQUESTS * 64 * 2)]
 
 
+def test_producer(builder):
+    """What writes a chain's inputs copies bits, which are two bf16 a word and no fp32 numbers."""
+    contract, variant = kernels.producer()
+    made = call.floor(builder.get(contract, variant), contract)
+    source = torch.randn(2, 4096, generator=torch.manual_seed(0)).bfloat16()
+    # words that are subnormal as fp32, and zeros of both signs
+    source[0, 1:512:2] = 0.0
+    source[0, 513:1024:2] = -0.0
+    target = torch.zeros(2, 1, 2048)
+    words = source.view(torch.float32)
+    made(words, torch.arange(2, dtype=torch.int32), target, 1.0, torch.zeros(1))
+    assert torch.equal(target[:, 0].view(torch.int32), words.view(torch.int32))
+
+
 @pytest.mark.parametrize("row", cover.floor_rows(), ids=lambda row: row.id)
 def test_floor(row, builder):
     """The slots that are named are moved and multiplied; nothing else is touched."""

@@ -12,11 +12,11 @@ import torch
 from fakes import library
 from fakes.recorder import FakeRecorder
 
-from gdntune import sol
+from gdntune import kernels, sol
 from gdntune.device import arch
 from gdntune.errors import MeasurementError, UnsupportedProblem
 from gdntune.peers import Bound, Entry
-from gdntune.problem import Contract, Problem
+from gdntune.problem import ITEMSIZE, Contract, Problem
 from gdntune.timing import Policy
 from gdntune.tuning import chain, probe
 from gdntune.tuning.chain import Chain, ChainTimer, layers_of, make_chain_timer
@@ -127,6 +127,23 @@ def test_entries_of_peers_in_layers(monkeypatch):
                    ("ring", 2, 0), ("ours", 2), ("after", 2, "next")]  # fmt: skip
     # one case: its calls go on from step to step
     assert probe.bind(named[:1], Calls([ours], cases[:1], None)).cycles == [2]
+
+
+def test_a_kernel_may_write_the_inputs():
+    """What a chain's producer writes is rows of whole tiles of the kernel that copies them."""
+    contract, variant = kernels.producer()
+    tile = variant.knobs["tile"] * ITEMSIZE[contract.state_dtype]
+    copied = []
+
+    def copy(source, target):
+        assert source.numel() * source.element_size() % tile == 0
+        copied.append(target.copy_(source))
+
+    made = Chain(Problem(CONTRACTS[0], 5, 1, 3), "cpu", 3, copy=copy)
+    before = made.cases[2].q.clone()
+    made.cases[2].q.zero_()
+    made.produce(2)
+    assert len(copied) == 1 and made.cases[2].q.equal(before)
 
 
 @pytest.mark.parametrize(

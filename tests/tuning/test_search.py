@@ -36,7 +36,7 @@ from gdntune.tuning import config, notes, worker
 from gdntune.tuning import run as engine
 from gdntune.tuning.executors import Crashed
 from gdntune.tuning.measure import CellResult, CellTiming
-from gdntune.tuning.plan import plan_objects
+from gdntune.tuning.plan import plan_objects, sweep_plan
 from gdntune.tuning.throttling import Throttling
 
 SHIPPED = Path(__file__).parents[2] / "tables" / "nvidia-h200" / "gdn_decode.json"
@@ -274,6 +274,28 @@ def test_plan_objects_covers_a_sweep(store):
     for contract in cfg.all_contracts():
         assert {("recurrent", v.id) for v in kernels.variants(contract, device)} <= names
         assert ("recurrent", kernels.default(contract, 2, device).id) in names
+
+
+def test_what_is_tried_follows_the_policy_in_force():
+    """Under chain a plan has dependent launch, and the kernel that lets it start: also where the
+    command line names the policy and not the config, else a bundle lacks what the sweep loads.
+    """
+    device = arch.target("sm_90a")
+    cfg = config.parse(
+        TINY.replace("device: cpu", "device: cuda")
+        .replace("K: 64, V: 64", "K: 128, V: 128")
+        .split("kernels:")[0]
+    )
+    chained = msgspec.structs.replace(cfg, policy=Policy(l2="chain"))
+
+    def made(cfg, l2):
+        objects = [spec for spec, _ in sweep_plan(cfg, device, l2=l2).objects()]
+        producer = any(spec.label == "producer" for spec in objects)
+        return {spec.knobs.get("pdl", "none") for spec in objects}, producer
+
+    every = {"none", "first", "state"}
+    assert made(cfg, None) == made(chained, "cold-clean") == ({"none"}, False)
+    assert made(cfg, "chain") == made(chained, None) == (every, True)
 
 
 def test_kernels_are_data(store):
