@@ -47,22 +47,8 @@ _STYLE: Any = {
 
 
 LEGEND_ACROSS = 5
-# Of a label's letter at its own size, in pixels; of the numbers where an interval begins the
-# height.
-LETTER, NUMBER_HEIGHT = 6.2, 9
-
-
-class Tile(NamedTuple):
-    """A cell of a map. key: what the page calls it. value: what its colour stands for; text stands
-    in it, title under the mouse.
-    """
-
-    column: int
-    row: int
-    key: str
-    value: float
-    text: str
-    title: str
+# Of the numbers where an interval begins, in pixels.
+NUMBER_HEIGHT = 9
 
 
 class Line(NamedTuple):
@@ -84,94 +70,6 @@ class Band(NamedTuple):
     letter: str
     area: int
     title: str
-
-
-def share_map(
-    title: str, columns: Sequence[str], rows: Sequence[str], tiles: Sequence[Tile]
-) -> str:
-    """Shares of the DRAM's peak: dark is little, bright is 1."""
-
-    def colours(matplotlib: Any, value: float) -> tuple[Any, str]:
-        red, green, blue, _ = matplotlib.colormaps["viridis"](min(max(value, 0.0), 1.0))
-        # Black where it reads better than white, by the eye's weights.
-        return (
-            red,
-            green,
-            blue,
-        ), ("#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff")
-
-    return _map(title, columns, rows, tiles, colours)
-
-
-def gain_map(title: str, columns: Sequence[str], rows: Sequence[str], tiles: Sequence[Tile]) -> str:
-    """Ratios: blue above 1, red below, the page's own colour at 1; that of 1.5 and of 1/1.5 is the
-    strongest.
-    """
-
-    def colours(matplotlib: Any, value: float) -> tuple[Any, str]:
-        # By ratio, so that twice as fast is as blue as half as fast is red.
-        strength = 0.8 * min(abs(math.log(value, 1.5)), 1.0)
-        return (
-            *matplotlib.colors.to_rgb("#4a90d9" if value > 1 else "#e0604c"),
-            round(strength, 3),
-        ), INK
-
-    return _map(title, columns, rows, tiles, colours)
-
-
-def _map(
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[str],
-    tiles: Sequence[Tile],
-    colours: Callable[[Any, float], tuple[Any, str]],
-) -> str:
-    """colours: of a value's tile and of the text in it."""
-
-    def draw(matplotlib: Any, figure: Any) -> None:
-        axes = figure.add_axes((left / 580, 8 / height, (572 - left) / 580, 1 - 34 / height))
-        for t in tiles:
-            face, ink = colours(matplotlib, t.value)
-            box = matplotlib.patches.Rectangle(
-                (t.column + 0.02, t.row + 0.03),
-                0.96,
-                0.94,
-                facecolor=face,
-                edgecolor=FAINT,
-                linewidth=0.3,
-                gid=t.key,
-                clip_on=False,
-            )
-            axes.add_patch(box)
-            axes.text(
-                t.column + 0.5,
-                t.row + 0.52,
-                t.text,
-                ha="center",
-                va="center",
-                color=ink,
-                fontsize=min(10.5, fitting(t.text)),
-            )
-        axes.set_xlim(0, len(columns))
-        axes.set_ylim(len(rows), 0)
-        axes.set_xticks(
-            [i + 0.5 for i in range(len(columns))],
-            columns,
-            fontsize=min([11.0, *map(fitting, columns)]),
-        )
-        axes.set_yticks([i + 0.5 for i in range(len(rows))], rows)
-        axes.xaxis.tick_top()
-        axes.tick_params(length=0)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
-
-    def fitting(text: str) -> float:
-        """The size at which a text leaves a gap to that of the next column."""
-        return round(1.4 * (572 - left) / len(columns) / max(1, len(text)), 1)
-
-    height = 21 * len(rows) + 34
-    left = max(100, 8 + LETTER * max(map(len, rows)))
-    return _svg(title, 580, height, draw, {t.key: t.title for t in tiles})
 
 
 def curves(

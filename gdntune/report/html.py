@@ -92,16 +92,13 @@ def _section(
         )
         blocks = [part for block in section.blocks[first:] for part in _block(block)]
         yield from (part for block in section.blocks[:first] for part in _block(block))
-        yield '<div class="pictures">'
-        drawn = False
-        for picture in sorted(panel.pictures, key=lambda p: p.wide):
-            # Before the first wide picture, beside the maps that choose its cell.
-            if picture.wide and panel.samples and not drawn:
-                yield _SAMPLES
-                drawn = True
-            kind = ' class="wide"' if picture.wide else ""
-            yield f"<figure{kind}><figcaption>{_text(picture.caption)}</figcaption>{picture.svg}{_legend(picture)}</figure>"
+        maps = [p for p in panel.pictures if p.is_map]
+        # A box of its own: the samples stay in view along the maps, and no further.
+        yield f"<div>{panel.above}"
+        yield from _pictures(sorted(maps, key=lambda p: p.wide))
+        yield _SAMPLES if panel.samples else ""
         yield "</div>"
+        yield from _pictures([p for p in panel.pictures if not p.is_map])
         if blocks:
             # The pictures say the same; the tables stay for search and for copying.
             blocks = ["<details><summary>The same as tables</summary>", *blocks, "</details>"]
@@ -109,11 +106,23 @@ def _section(
     yield "</section>"
 
 
+def _pictures(pictures: Sequence[Picture]) -> Iterator[str]:
+    yield '<div class="pictures">'
+    for picture in pictures:
+        kind = ' class="wide"' if picture.wide else ""
+        yield (
+            f"<figure{kind}><figcaption>{_text(picture.caption)}</figcaption>{picture.body}"
+            f"{_legend(picture)}</figure>"
+        )
+    yield "</div>"
+
+
 _SAMPLES = (
-    '<div class="wide samples" hidden><h3>Samples of a cell</h3><p>Click a cell in a map, or'
-    ' choose: <label>T <select name="tokens"></select></label> <label>work units <select'
-    ' name="units"></select></label> <label><input type="checkbox" name="own"> a scale a'
-    ' row</label> <output></output></p><div class="plot"></div></div>'
+    '<div class="samples" hidden><h3>Samples of a cell</h3><p>Click a cell in a map, walk there'
+    ' with Tab and the arrow keys, or choose: <label>T <select name="tokens"></select></label>'
+    ' <label>work units <select name="units"></select></label> <label><input type="checkbox"'
+    ' name="own"> a scale a row</label> <label><input type="checkbox" name="all"> all rows</label>'
+    ' <output></output></p><div class="plot"></div></div>'
 )
 
 

@@ -2,9 +2,11 @@
 // Draws the samples of the cell that is chosen, for each section that has some. The file holds them; nothing is fetched.
 const DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 const BINS = 150;
+// Rows of our variants that are drawn unasked: the panel stays over the map, which needs the room.
+const LEADERS = 3;
 
 function unpacked(step, text) {
-  // As render/panels.py packs them: pairs of (steps from the value before, how often it comes again).
+  // As report/panels.py packs them: pairs of (steps from the value before, how often it comes again).
   const numbers = [];
   let value = 0, shift = 0;
   for (const letter of text) {
@@ -67,9 +69,10 @@ function scaleOf(rows) {
   };
 }
 
-function draw(plot, data, key, own) {
-  const rows = rowsOf(data, key);
-  const common = scaleOf(rows);
+function draw(plot, data, key, own, all) {
+  const every = rowsOf(data, key);
+  const rows = all ? every : every.filter((r, i) => i < LEADERS || r.role !== "decode" || r.marks.length);
+  const common = scaleOf(every);
   plot.replaceChildren();
   const table = element(element(plot, "div", "", { class: "scroll" }), "table");
   const head = element(element(table, "thead"), "tr");
@@ -118,11 +121,34 @@ function sizeOf(key) {
   return `${B} x ${HV}, H=${H}`;
 }
 
+// One cell of a map is reached by Tab, its neighbours by the arrow keys, as in any grid.
+function reach(cell) {
+  for (const other of cell.closest("table").querySelectorAll("[tabindex]")) other.removeAttribute("tabindex");
+  cell.tabIndex = 0;
+}
+
+function neighbour(cell, key) {
+  if (!cell.matches(".pick")) return null;
+  if (key === "Enter" || key === " ") return cell;
+  const shift = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[key];
+  if (!shift) return null;
+  const rows = [...cell.closest("tbody").rows].filter((row) => row.offsetParent);
+  let row = rows.indexOf(cell.parentElement), column = cell.cellIndex;
+  // Over holes to the next cell that was measured.
+  for (;;) {
+    row += shift[0];
+    column += shift[1];
+    const to = rows[row] && rows[row].cells[column];
+    if (!to) return null;
+    if (to.matches(".pick")) return to;
+  }
+}
+
 function start(section, data) {
   const box = section.querySelector(".samples");
   if (!box || !data.first) return;
   const [tokens, units] = box.querySelectorAll("select");
-  const own = box.querySelector("input");
+  const [own, all] = box.querySelectorAll("input");
   const keys = Object.keys(data.cells);
   const numbers = (list) => [...new Set(list)].sort((a, b) => a - b);
   for (const t of numbers(keys.map((key) => Number(key.split(":")[0])))) element(tokens, "option", String(t));
@@ -136,7 +162,7 @@ function start(section, data) {
     box.querySelector("output").textContent = `T=${t}, B=${B}, HV=${HV}, H=${H}; a line marks each median`;
     for (const cell of section.querySelectorAll(".picked")) cell.classList.remove("picked");
     for (const cell of section.querySelectorAll(`[data-key="${key}"]`)) cell.classList.add("picked");
-    draw(box.querySelector(".plot"), data, key, own.checked);
+    draw(box.querySelector(".plot"), data, key, own.checked, all.checked);
   }
   tokens.addEventListener("change", () => {
     const same = keys.filter((key) => key.split(":")[0] === tokens.value);
@@ -144,11 +170,26 @@ function start(section, data) {
     choose(same.find((key) => sizeOf(key) === sizeOf(at)) || same.find((key) => data.units[key] === data.units[at]) || same[0]);
   });
   units.addEventListener("change", () => choose(units.value));
-  own.addEventListener("change", () => choose(units.value));
+  for (const box of [own, all]) box.addEventListener("change", () => choose(units.value));
+  const titles = {};
+  for (const cell of section.querySelectorAll("[data-key][title]")) titles[cell.dataset.key] = cell.title;
   for (const cell of section.querySelectorAll("[data-key]")) {
+    if (!cell.title) cell.title = titles[cell.dataset.key] || "";
     if (!(cell.dataset.key in data.cells)) continue;
     cell.classList.add("pick");
-    cell.addEventListener("click", () => choose(cell.dataset.key));
+    cell.addEventListener("click", () => { choose(cell.dataset.key); reach(cell); });
+  }
+  for (const map of section.querySelectorAll(".map")) {
+    const first = map.querySelector("tr:not(.between) .pick") || map.querySelector(".pick");
+    if (first) first.tabIndex = 0;
+    map.addEventListener("keydown", (event) => {
+      const to = neighbour(event.target, event.key);
+      if (!to) return;
+      event.preventDefault();
+      choose(to.dataset.key);
+      reach(to);
+      to.focus();
+    });
   }
   box.hidden = false;
   choose(data.first);

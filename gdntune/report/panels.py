@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdntune.problem import Contract, Problem
-from gdntune.report import figures, peers
-from gdntune.report.figures import Band, Line, Tile
+from gdntune.report import figures, maps, peers
+from gdntune.report.figures import Band, Line
+from gdntune.report.maps import Kind, Tile
 from gdntune.report.words import (
+    bound_mark,
     cell_words,
     geometric_mean,
     is_noisy,
@@ -39,21 +41,25 @@ class Fact(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A picture under its caption, above its legend. wide: takes the page's width."""
+    """A picture, as HTML or SVG, under its caption, above its legend. wide: takes the page's width.
+    is_map: stands before the samples, whose cells its tiles choose.
+    """
 
     caption: str
-    svg: str
+    body: str
     wide: bool = False
     legend: tuple[str, ...] = ()
+    is_map: bool = False
 
 
 class Panel(NamedTuple):
     """What a section of a report shows beside its tables. samples: what the page's script draws;
-    None where there are none.
+    None where there are none. above: what stands over the pictures, as HTML.
     """
 
     pictures: tuple[Picture, ...]
     samples: dict[str, Any] | None = None
+    above: str = ""
 
 
 def panel(
@@ -72,65 +78,115 @@ def panel(
     if not len(chosen):
         return Panel(())
     rivals = peers.rivals(frame)
+    chart = _Maps(title, chosen, letters)
     pictures = [
-        *_maps(title, chosen, rivals, letters, baseline),
+        *_maps(chart, rivals, baseline),
         _times(title, chosen, _defaults(frame, trials, default), rivals),
     ]
     if table is not None:
         pictures.append(_winners(title, chosen, table, letters))
-    return Panel(tuple(pictures), _samples(frame, trials, default))
+    samples = _samples(frame, trials, default)
+    return Panel(tuple(pictures), samples, maps.fold_box(chart.folded))
 
 
 # -- pictures
 
+# What the marks behind a share stand for, beside the map: 106% of a peak asks for a reason.
+_MARKS = {
+    "c": "c: L2-assisted. Part of the state may have stayed in the cache, so a share can be above"
+    " 100; it says little of the DRAM.",
+    "l": "l: latency-bound. Fixed costs of the launch decide, not the DRAM.",
+}
 
-def _maps(
-    title: str,
-    chosen: "pd.DataFrame",
-    rivals: "pd.DataFrame",
-    letters: Mapping[str, str],
-    baseline: Baseline | None,
-) -> Iterable[Picture]:
-    tokens = sorted(set(chosen["tokens"]))
-    rows = sorted({_size(c) for _, c in chosen.iterrows()})
-    sizes = size_names([(B, HV, H) for _, B, HV, H in rows])
-    names = [f"{w} ({size})" for (w, *_), size in zip(rows, sizes, strict=True)]
 
-    def tiles(values: Callable[[Any], float], show: Callable[[float], str]) -> list[Tile]:
-        found = []
-        for _, c in chosen.iterrows():
+class _Maps:
+    """What the maps of a section share: the chosen rows by their places, and those in between."""
+
+    def __init__(self, title: str, chosen: "pd.DataFrame", letters: Mapping[str, str]) -> None:
+        self.title = title
+        # of a frame's rows, plain dicts are read ten times as fast
+        self.cells: list[dict[str, Any]] = chosen.to_dict("records")
+        self.tokens = sorted({c["tokens"] for c in self.cells})
+        sizes = sorted({_size(c) for c in self.cells})
+        shown = size_names([(B, HV, H) for _, B, HV, H in sizes])
+        self.names = [f"{w} ({size})" for (w, *_), size in zip(sizes, shown, strict=True)]
+        columns = {t: i for i, t in enumerate(self.tokens)}
+        rows = {size: i for i, size in enumerate(sizes)}
+        self.places = [(columns[c["tokens"]], rows[_size(c)]) for c in self.cells]
+        self.folded = maps.in_between([row for _, row in self.places])
+        self.letters = letters
+
+    def picture(
+        self,
+        caption: str,
+        kind: Kind,
+        values: Callable[[Any], float],
+        show: Callable[[Any, float], str],
+        legend: Mapping[str, str] | None = None,
+        titled: bool = False,
+    ) -> Iterable[Picture]:
+        """A map of a value of each cell; none where no cell has it. legend: by a text's last
+        letter. titled: whether its tiles say what was chosen.
+        """
+        tiles = []
+        for c, (column, row) in zip(self.cells, self.places, strict=True):
             value = values(c)
             if math.isnan(value):
                 continue
-            column, row = tokens.index(c["tokens"]), rows.index(_size(c))
-            said = (
-                f"{cell_words(c)}: {number(c['median_us'])} us, {letters.get(c['variant'], '')}"
-                f" {c['variant']}"
-            )
-            found.append(Tile(column, row, _key(c), value, marked(c, show(value)), said))
-        return found
+            said = self._title(c) if titled else ""
+            tiles.append(Tile(column, row, _key(c), value, marked(c, show(c, value)), said))
+        if not tiles:
+            return
+        marks = {t.text[-1] for t in tiles}
+        yield Picture(
+            caption,
+            maps.map_table(
+                f"{self.title}: {caption}",
+                kind,
+                [f"T={t}" for t in self.tokens],
+                self.names,
+                tiles,
+                self.folded,
+            ),
+            # more columns than half a page has room for
+            wide=len(self.tokens) > 9,
+            legend=tuple(words for mark, words in (legend or {}).items() if mark in marks),
+            is_map=True,
+        )
 
-    headers = [f"T={t}" for t in tokens]
-    shares = tiles(lambda c: c["sol"], lambda v: f"{100 * v:.0f}")
-    if shares:
-        caption = "Share of the DRAM's peak, %, over work units (B x HV) and T"
-        yield Picture(caption, figures.share_map(f"{title}: {caption}", headers, names, shares))
-    gains = tiles(lambda c: c["speedup_over_default"], ratio)
-    if gains:
-        caption = "Speed-up over the default rule (blue: faster)"
-        yield Picture(caption, figures.gain_map(f"{title}: {caption}", headers, names, gains))
+    def _title(self, c: Mapping[str, Any]) -> str:
+        letter = self.letters.get(c["variant"], "")
+        return f"{cell_words(c)}: {number(c['median_us'])} us, {letter} {c['variant']}"
+
+
+def _maps(chart: _Maps, rivals: "pd.DataFrame", baseline: Baseline | None) -> Iterable[Picture]:
+    caption = "Time of the chosen variant, us, over work units (B x HV) and T"
+    yield from chart.picture(
+        caption, "time", lambda c: c["median_us"], lambda _, v: number(v), titled=True
+    )
+    yield from chart.picture(
+        "Share of the DRAM's peak, %",
+        "share",
+        lambda c: c["sol"],
+        lambda c, v: f"{100 * v:.0f}{bound_mark(c['bound']).rstrip()}",
+        _MARKS,
+    )
+
+    def over(name: str, values: Callable[[Any], float], blue: str) -> Iterable[Picture]:
+        caption = f"Speed-up over {name} (blue: {blue})"
+        return chart.picture(caption, "ratio", values, lambda _, v: ratio(v))
+
+    yield from over("the default rule", lambda c: c["speedup_over_default"], "faster")
     for kernel in peers.names(rivals):
-        theirs = {
-            _key(r): r["chosen_speedup"] for _, r in rivals[rivals["kernel"] == kernel].iterrows()
-        }
-        beside = tiles(lambda c, theirs=theirs: theirs.get(_key(c), math.nan), ratio)  # type: ignore[misc]
-        caption = f"Speed-up over {kernel.removeprefix(peers.PREFIX)} (blue: ours is faster)"
-        yield Picture(caption, figures.gain_map(f"{title}: {caption}", headers, names, beside))
+        mine = rivals[rivals["kernel"] == kernel]
+        theirs = dict(zip(_keys(mine), mine["chosen_speedup"], strict=True))
+        yield from over(
+            kernel.removeprefix(peers.PREFIX),
+            lambda c, theirs=theirs: theirs.get(_key(c), math.nan),  # type: ignore[misc]
+            "ours is faster",
+        )
     if baseline is not None and not baseline.shown:
-        over = tiles(lambda c: c["speedup_over_baseline"], ratio)
-        if over:
-            caption = f"Speed-up over {baseline.label} (blue: ours is faster)"
-            yield Picture(caption, figures.gain_map(f"{title}: {caption}", headers, names, over))
+        yield from over(baseline.label, lambda c: c["speedup_over_baseline"], "ours is faster")
 
 
 def _defaults(

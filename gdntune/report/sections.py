@@ -231,9 +231,10 @@ def _ratio_lines(mine: "pd.DataFrame") -> Iterator[str]:
         )
     share = mine[mine["sol"].notna()]
     if len(share):
+        most = share.loc[share["sol"].idxmax()]
         yield (
             f"Share of the DRAM's peak: {share['sol'].median():.1%} in the median,"
-            f" {share['sol'].max():.1%} at most."
+            f" {most['sol']:.1%} at most ({cell_words(most)}: {most['bound']})."
         )
     if len(mine):
         yield f"Samples behind a chosen time: {mine['samples'].min()} at least."
