@@ -104,3 +104,11 @@ def test_commands_that_are_shown_exist(page):
             command = command.commands[name]
         args = [str(ROOT / "LICENSE") if "*" in a and "'" not in a else a for a in args]
         command.make_context(command.name, args, resilient_parsing=False)
+
+
+def test_what_drafts_are_said_to_cost():
+    """The page shows what its command prints, of a table that ships."""
+    page = ROOT / "docs" / "speculative.md"
+    (command,) = blocks(page, "sh")
+    printed = run("-m", *command.split())
+    assert printed in blocks(page, "text")

@@ -516,9 +516,16 @@ def explain(
     B: Annotated[int | None, typer.Option("--B", help="Batch size.")] = None,
     HV: Annotated[int | None, typer.Option("--HV", help="Value heads.")] = None,
     op: Annotated[
-        Literal["gdn_decode", "kda_decode"], typer.Option(help="What is computed.")
+        Literal["gdn_decode", "kda_decode", "verify"],
+        typer.Option(
+            help="What is computed; verify: what GDN drafts are expected to cost in each way."
+        ),
     ] = "gdn_decode",
     tokens: Annotated[int, typer.Option(help="T, tokens a request and call.")] = 1,
+    accept_rate: Annotated[
+        float, typer.Option(help="verify: chance that a draft is accepted if the one before was.")
+    ] = 0.7,
+    layers: Annotated[int, typer.Option(help="verify: layers that one commit serves.")] = 36,
     K: Annotated[int, typer.Option("--K", help="Key head size.")] = 128,
     V: Annotated[int, typer.Option("--V", help="Value head size.")] = 128,
     layout: Annotated[
@@ -573,15 +580,16 @@ def explain(
         raise UnsupportedProblem(
             "--work-units with --B or --HV: give one or the other, work units are B*HV"
         )
+    kind: Literal["gdn_decode", "kda_decode"] = "gdn_decode" if op == "verify" else op
     contract = Contract(
-        op=op,
+        op=kind,
         tokens=tokens,
         K=K,
         V=V,
         layout=layout,
         state_dtype=state_dtype,
         input_dtype=input_dtype,
-        gate=gate or GATES[op][0],  # type: ignore[arg-type]
+        gate=gate or GATES[kind][0],  # type: ignore[arg-type]
         beta=beta,
         mode=mode,
         intermediate=intermediate,
@@ -589,7 +597,13 @@ def explain(
         pool=pool,
         ragged=ragged,
     )
-    said = explanation(check_contract(contract), work_units, table_path, device, index)
+    check_contract(contract)
+    if op == "verify":
+        _explain_verify(
+            contract, work_units, accept_rate, layers, table_path, device, index, as_json
+        )
+        return
+    said = explanation(contract, work_units, table_path, device, index)
     if as_json:
         print_json(said)
         return
@@ -601,3 +615,40 @@ def explain(
     typer.echo(f"  why:     {said['reason']}")
     for warning in said["warnings"]:
         typer.echo(f"  note:    {warning}")
+
+
+def _explain_verify(
+    contract: Any,
+    work_units: int,
+    accept_rate: float,
+    layers: int,
+    table_path: Path | None,
+    device: Literal["auto", "cpu", "cuda"],
+    index: int,
+    as_json: bool,
+) -> None:
+    from gdntune.results import drafts
+    from gdntune.results.table import load
+    from gdntune.runtime.explain import in_use
+
+    table = load(table_path) if table_path else in_use(contract.op, device, index)
+    if table is None:
+        raise UnsupportedProblem(
+            "no table for this device: nothing was measured; sweep, or name one by --table"
+        )
+    found = drafts.ways(table, contract, work_units, accept_rate, layers)
+    if as_json:
+        print_json(found)
+        return
+    typer.echo(
+        f"T={contract.tokens}, {work_units} work units a layer, {layers} layers, each draft accepted"
+        f" with {accept_rate:g}, on {table.device.name}; microseconds a layer"
+    )
+    for way in found:
+        typer.echo(
+            f"  {way.name}: {way.accepted_us:.2f} an accepted token, {way.step_us:.2f} a step"
+        )
+        for call in way.calls:
+            typer.echo(f"    {call.time_us:.2f}  {call.contract}: {call.how}")
+    if not found:
+        typer.echo("  the table has no cells of these contracts: sweep them")

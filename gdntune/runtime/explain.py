@@ -6,7 +6,7 @@ from typing import Any, Literal
 from gdntune import kernels
 from gdntune.device import arch
 from gdntune.kernels.spec import Variant
-from gdntune.problem import Contract
+from gdntune.problem import Contract, Op
 from gdntune.results import table
 from gdntune.runtime import dispatch
 
@@ -55,6 +55,12 @@ def explanation(
         said["reason"] = choice.why
     said["device"] = runtime.device.name
     return {**said, "table": str(source.path), "origin": source.why, "warnings": warnings}
+
+
+def in_use(op: Op, kind: Literal["auto", "cpu", "cuda"], index: int) -> table.Table | None:
+    """The table that the runtime uses for an op on the device at hand."""
+    source = dispatch.runtime(arch.detect(kind, index).kind, index).source(op)
+    return None if source is None else source.table
 
 
 def _of(variant: Variant) -> dict[str, Any]:

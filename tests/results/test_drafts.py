@@ -1,0 +1,71 @@
+"""Expected costs of verifying drafts, of the tables that ship."""
+
+from pathlib import Path
+
+import pytest
+
+from gdntune.errors import UnsupportedProblem
+from gdntune.problem import Contract
+from gdntune.results import drafts, table
+
+H200 = table.load(Path(__file__).parents[2] / "tables" / "nvidia-h200" / "gdn_decode.json")
+FOUR = Contract(tokens=4)
+
+
+def cells(contract):
+    """Work units and times of the rule that serves a contract, and of no other."""
+    rule, _ = H200.find(contract, 1)
+    return sorted((e.work_units, e.time_us) for i in rule.intervals for e in i.evidence)
+
+
+def test_measured_cells_are_given_back():
+    """At a measured cell its median; beside it in proportion; beyond the last by its rate."""
+    measured = cells(FOUR)
+    (first, first_us), (second, second_us) = measured[:2]
+    last, last_us = measured[-1]
+    for units, time_us in measured:
+        found = drafts.estimate(H200, FOUR, units)
+        assert found.time_us == time_us and found.how == f"measured at {units}"
+    between = drafts.estimate(H200, FOUR, (first + second) // 2).time_us
+    assert min(first_us, second_us) < between < max(first_us, second_us)
+    assert drafts.estimate(H200, FOUR, 3 * last).time_us == pytest.approx(3 * last_us)
+    assert drafts.estimate(H200, FOUR, 1).time_us == first_us
+
+
+def test_the_window_reads_once_and_writes_once():
+    """T=4 with a slot per token writes four states; the window's step writes one for all layers."""
+    for units in (64, 1024, 4096, 16384):
+        first, second = drafts.ways(H200, FOUR, units, 0.7, 36)
+        assert (first.name, second.name) == ("raw window", "a state per token")
+        assert 1.2 < second.step_us / first.step_us < 2
+        alone, commit = first.calls
+        assert first.step_us == pytest.approx(alone.time_us + commit.time_us)
+        assert alone.contract.count("frozen") and "1 of 36 layers" in commit.how
+
+
+def test_tokens_that_are_kept():
+    """1 + p + p^2 + p^3 of four."""
+    for rate, kept in ((0.0, 1), (0.5, 1.875), (1.0, 4)):
+        way = drafts.ways(H200, FOUR, 1024, rate, 36)[0]
+        assert way.accepted_us == pytest.approx(way.step_us / kept)
+
+
+def test_a_table_without_the_contract_says_nothing():
+    """No figure that was not measured."""
+    empty = table.load(Path(__file__).parents[2] / "tables" / "nvidia-h200" / "kda_decode.json")
+    assert drafts.ways(empty, FOUR, 64, 0.7, 36) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"accept_rate": 1.1}, "accept_rate=1.1: expected 0 to 1"),
+        ({"contract": Contract()}, "tokens=1: expected 2 or more"),
+        ({"layers": 0}, "layers=0: expected 1 or more"),
+    ],
+)
+def test_refused(change, words):
+    """By name."""
+    given = {"contract": FOUR, "work_units": 64, "accept_rate": 0.7, "layers": 36, **change}
+    with pytest.raises(UnsupportedProblem, match=words):
+        drafts.ways(H200, **given)
