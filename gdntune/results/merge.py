@@ -9,6 +9,7 @@ import msgspec
 
 from gdntune.device.arch import Device
 from gdntune.errors import TableError, listed
+from gdntune.kernels.fingerprint import same_objects
 from gdntune.kernels.spec import Variant
 from gdntune.results.table import Origin, Rule, Table, TableVariant
 
@@ -92,8 +93,8 @@ def _device(device: Device) -> Device:
 def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) -> Table:
     """One table with the rules of both, sorted by contract.
 
-    Device and policy must be the same, and the code of each kernel that both name: otherwise their
-    times do not stand side by side. A contract whose choices differ is refused, unless `prefer`
+    Device and policy must be the same, and the code of each kernel that both name, or what it
+    compiles to: otherwise their times do not stand side by side. A contract whose choices differ is refused, unless `prefer`
     says whose rule counts; where the choices agree, the first's evidence, or the preferred one's,
     is kept. `evidence.sources` holds what each table said of itself. Raises TableError.
     """
@@ -119,8 +120,11 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
     named: dict[str, Variant] = {}
     for rule in rules:
         for i in rule.intervals:
-            named[i.variant] = (a if i.variant in a.variants else b).variant(i.variant)
+            both = [t.variant(i.variant) for t in (a, b) if i.variant in t.variants]
+            named[i.variant] = max(both, key=lambda v: len(v.knobs))
     fingerprints = b.kernels | a.kernels
+    for name in a.kernels.keys() & b.kernels.keys():
+        fingerprints[name] = _later(name, a.kernels[name], b.kernels[name]) or ""
     return Table(
         schema="gdntune.table/1",
         device=a.device,
@@ -147,14 +151,31 @@ def _faults(a: Table, b: Table) -> list[str]:
     faults += [
         f"the code of {name} is not the same ({a.kernels[name]}, {b.kernels[name]})"
         for name in sorted(a.kernels.keys() & b.kernels.keys())
-        if a.kernels[name] != b.kernels[name]
+        if _later(name, a.kernels[name], b.kernels[name]) is None
     ]
     faults += [
         f"{name} is not the same variant in both"
         for name in sorted(a.variants.keys() & b.variants.keys())
-        if a.variants[name] != b.variants[name]
+        if not _alike(a.variants[name], b.variants[name])
     ]
     return faults
+
+
+def _later(kernel: str, one: str, other: str) -> str | None:
+    """The later of two fingerprints whose objects are the same, as `same_objects` knows it; None
+    where they are not known to be.
+    """
+    if one == other or same_objects(kernel, one, other):
+        return other
+    return one if same_objects(kernel, other, one) else None
+
+
+def _alike(one: TableVariant, other: TableVariant) -> bool:
+    """Whether two variants of one id are the same: a knob that one version lacks is at its default
+    in the other, or the ids would differ.
+    """
+    shared = one.knobs.keys() & other.knobs.keys()
+    return one.kernel == other.kernel and all(one.knobs[k] == other.knobs[k] for k in shared)
 
 
 def _joined(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
