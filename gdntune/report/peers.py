@@ -187,6 +187,19 @@ def _measured(mine: "pd.DataFrame", samples: dict[tuple[Any, ...], list[float]])
     return found
 
 
+def slower(frame: "pd.DataFrame", records: list[Record]) -> dict[str, list[Any]]:
+    """The rows of `rivals` at which a peer is faster than ours by the whole interval of the ratio
+    and beyond a tie, by the peer's kernel.
+    """
+    best, samples = rivals(frame), _final_samples(records)
+    found: dict[str, list[Any]] = {}
+    for _, row in best.iterrows():
+        measured = _measured(row.to_frame().T, samples)
+        if any(verdict(ours, interval) == "FASTER" for ours, interval in measured.intervals):
+            found.setdefault(row["kernel"], []).append(row)
+    return found
+
+
 def lines(frame: "pd.DataFrame", records: list[Record]) -> Iterator[str]:
     """One line a peer for the summary: the geometric mean, the worst cell, and why it has no time
     at the others.
@@ -258,7 +271,7 @@ _NAME_CHARACTERS = 60
 _HEADERS = ("peer", "contract", "cells", "geomean", "worst", "at T, B x HV", "behind")
 
 
-def _kind(row: Any) -> str:
+def kind(row: Any) -> str:
     """The contract of a row in few letters, with T as 1 or more."""
     unusual = ((row["mode"], "update"), (row["intermediate"], "none"), (row["layout"], "k_last"))
     tokens = "T=1" if row["tokens"] == 1 else "T>1"
@@ -271,12 +284,12 @@ def _groups(best: "pd.DataFrame") -> Iterator[tuple[str, ...]]:
     for kernel in names(best):
         groups: dict[str, list[Any]] = {}
         for _, row in best[best["kernel"] == kernel].iterrows():
-            groups.setdefault(_kind(row), []).append(row)
-        for kind, rows in groups.items():
+            groups.setdefault(kind(row), []).append(row)
+        for words, rows in groups.items():
             worst = min(rows, key=lambda row: row["chosen_speedup"])
             yield (
                 kernel.removeprefix(PREFIX),
-                kind,
+                words,
                 str(len(rows)),
                 ratio(geometric_mean(row["chosen_speedup"] for row in rows)),
                 ratio(worst["chosen_speedup"]),

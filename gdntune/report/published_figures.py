@@ -2,22 +2,26 @@
 `python -m gdntune.report.published_figures` in a checkout prints them, and a test compares.
 """
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdntune.report.peers import PREFIX, rivals
-from gdntune.report.words import geometric_mean
+from gdntune.report.peers import PREFIX, kind, label, rivals, slower
+from gdntune.report.words import POWER_MARK, geometric_mean
 from gdntune.results.frame import frame
-from gdntune.results.samples import load
+from gdntune.results.samples import LoadedRun, load
 
 if TYPE_CHECKING:
     import pandas as pd
 
+HEADLINE = "H100"
 GPUS = {"H100": "nvidia-h100-80gb-hbm3", "H200": "nvidia-h200"}
 MODELS = ("qwen3.5-397b-a17b", "kimi-linear-48b-a3b")
-PEERS = {"flashinfer": "FlashInfer", "sglang": "SGLang", "fla": "fla"}
+PEERS = {"flashinfer": "FlashInfer", "sglang": "SGLang", "vllm": "vLLM", "fla": "fla"}
+# Journals of a folder: ours beside other libraries', alone and in a chain of layers.
+ALONE, CHAIN = "bench-peers.jsonl.xz", "bench-chain.jsonl.xz"
 # What a choice may lose in the shipped tables, as tables/README.md says; journals have the sweeps'.
 REGRET = 0.005
 BATCHES = (1, 16, 64, 256, 512)
@@ -48,6 +52,7 @@ def _group(words: str, op: str, state: str, tokens: Sequence[int] = (1,), **fiel
 _SEVERAL = tuple(range(2, 9))
 _GDN, _KDA = "gdn_decode", "kda_decode"
 _DENSE = {"mode": "frozen", "intermediate": "dense"}
+_SLOTS = {"mode": "frozen", "intermediate": "slots", "accepted": True, "ragged": True}
 GROUPS = (
     _group("GDN T=1, bf16 state", _GDN, "bf16"),
     _group("GDN T=1, fp32 state", _GDN, "fp32"),
@@ -73,6 +78,9 @@ GROUPS = (
         intermediate="slots",
         accepted=None,
     ),
+    _group("KDA T=4 and 8, bf16, outputs alone", _KDA, "bf16", _SEVERAL, mode="frozen"),
+    _group("GDN T=2, 4, 8, bf16, a slot a token", _GDN, "bf16", _SEVERAL, **_SLOTS),
+    _group("GDN T=2, 4, 8, fp32, a slot a token", _GDN, "fp32", _SEVERAL, **_SLOTS),
 )
 
 # Words, op, state, HV, and the batches shown.
@@ -91,12 +99,38 @@ def tables(results: Path) -> Iterator[str]:
     for gpu, folder in GPUS.items():
         paths = [results / folder / f"{model}.jsonl.xz" for model in MODELS]
         yield times(gpu, frame(load(paths, REGRET)))
-    peers = {
-        gpu: frame(load([results / folder / "bench-peers.jsonl.xz"]))
+    runs = {gpu: load([results / folder / ALONE])[0] for gpu, folder in GPUS.items()}
+    chains = {
+        gpu: frame(load([results / folder / CHAIN]))
         for gpu, folder in GPUS.items()
+        if (results / folder / CHAIN).exists()
     }
+    peers = {gpu: frame([run]) for gpu, run in runs.items()}
     yield beside_others(peers)
-    yield readme(peers["H100"])
+    if chains:
+        yield beside_others(chains)
+    yield readme(peers[HEADLINE], chains.get(HEADLINE), runs[HEADLINE])
+
+
+def behind(results: Path) -> Iterator[str]:
+    """The cells at which another library is faster, a line a library and kind of contract: what
+    README's limits list.
+    """
+    for (gpu, folder), name in itertools.product(GPUS.items(), (ALONE, CHAIN)):
+        path = results / folder / name
+        if not path.exists():
+            continue
+        (run,) = load([path])
+        for kernel, rows in slower(frame([run]), run.records).items():
+            kinds: dict[str, list[Any]] = {}
+            for row in rows:
+                kinds.setdefault(f"{kind(row)} T={row['tokens']}", []).append(row)
+            for words, its in kinds.items():
+                cells = ", ".join(
+                    f"B={r['B']}, HV={r['HV']}: {r['chosen_speedup']:.2f}" for r in its
+                )
+                where = "in a chain" if name == CHAIN else "alone"
+                yield f"{label(kernel, run.records)}, {gpu}, {where}: {words}: {cells}"
 
 
 def times(gpu: str, found: "pd.DataFrame") -> str:
@@ -117,7 +151,7 @@ def times(gpu: str, found: "pd.DataFrame") -> str:
 
 
 def _time(cell: dict[Any, Any]) -> str:
-    return f"{cell['median_us']:.4g} ({cell['over_floor']:.2f})"
+    return f"{_mark(cell)}{cell['median_us']:.4g} ({cell['over_floor']:.2f})"
 
 
 def beside_others(found: "dict[str, pd.DataFrame]") -> str:
@@ -127,39 +161,72 @@ def beside_others(found: "dict[str, pd.DataFrame]") -> str:
     best = {gpu: rivals(its) for gpu, its in found.items()}
     headers, columns = [""], []
     for peer, words in PEERS.items():
+        timed = [gpu for gpu, its in best.items() if (its["kernel"] == f"{PREFIX}{peer}").any()]
         for gpu, its in best.items():
-            headers.append(f"{words}, {gpu}" if gpu == next(iter(best)) else gpu)
+            headers.append(f"{words}, {gpu}" if gpu == next(iter(timed), "") else gpu)
             columns.append(its[its["kernel"] == f"{PREFIX}{peer}"])
     rows = [[g.words, *(_over(_of_group(its, g)) for its in columns)] for g in GROUPS]
-    return _markdown(headers, rows)
+    timed = [row for row in rows if any(row[1:])]
+    # a library that has no time in any journal has no columns
+    kept = [0, *(i for i in range(1, len(headers)) if len(columns[i - 1]))]
+    return _markdown([headers[i] for i in kept], [[row[i] for i in kept] for row in timed])
 
 
-def readme(found: "pd.DataFrame") -> str:
-    """Medians at T=1 beside two libraries, states in a pool; bold: theirs is the smaller one."""
-    chosen = _where(found[found["chosen"] & (found["tokens"] == 1)], _USUAL)
-    ours = {(c["op"], c["state_dtype"], c["B"], c["HV"]): c for c in chosen.to_dict("records")}
-    best = _where(rivals(found), {**_USUAL, "tokens": 1})
-    theirs = {
-        (c["kernel"].removeprefix(PREFIX), c["op"], c["state_dtype"], c["B"], c["HV"]): c
-        for c in best.to_dict("records")
-    }
+def readme(alone: "pd.DataFrame", chain: "pd.DataFrame | None", run: LoadedRun) -> str:
+    """Medians at T=1 beside other libraries, states in a pool; bold: theirs is the smaller one. In
+    brackets what a call costs in a chain of layers, where that was timed.
+    """
+    ours, theirs = _at_one_token(alone)
+    in_chain = ({}, {}) if chain is None else _at_one_token(chain)
+    shown = [peer for peer in PEERS if peer != "fla" and any(key[0] == peer for key in theirs)]
     rows, before = [], ""
     for words, op, state, HV, batches in README_ROWS:
         for B in batches:
-            mine = ours[op, state, B, HV]
-            shown = [
-                _beside(mine, theirs[peer, op, state, B, HV]) for peer in ("flashinfer", "sglang")
-            ]
-            first = "" if words == before else words
-            rows.append([first, str(B), _us(mine), f"{mine['over_floor']:.2f}", *shown])
+            place = op, state, B, HV
+            mine, chained = ours[place], in_chain[0].get(place)
+            cells = [_both(_us(mine), chained and _us(chained))]
+            cells.append(f"{mine['over_floor']:.2f}")
+            for peer in shown:
+                its, later = theirs.get((peer, *place)), in_chain[1].get((peer, *place))
+                said = later and chained and _beside(chained, later)
+                cells.append("" if its is None else _both(_beside(mine, its), said))
+            rows.append(["" if words == before else words, str(B), *cells])
             before = words
-    headers = ("T=1", "B", "gdntune", "over the floor", "FlashInfer 0.7.2", "SGLang 0.5.10")
-    return _markdown(headers, rows)
+    versions = [_version(peer, run) for peer in shown]
+    return _markdown(("T=1", "B", "gdntune", "over the floor", *versions), rows)
+
+
+def _at_one_token(found: "pd.DataFrame") -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Our choices and the libraries' fastest at T=1, by place; theirs by library and place."""
+    chosen = _where(found[found["chosen"] & (found["tokens"] == 1)], _USUAL)
+    best = _where(rivals(found), {**_USUAL, "tokens": 1})
+    ours = {_place(c): c for c in chosen.to_dict("records")}
+    theirs = {(c["kernel"].removeprefix(PREFIX), *_place(c)): c for c in best.to_dict("records")}
+    return ours, theirs
+
+
+def _place(cell: dict[Any, Any]) -> tuple[Any, ...]:
+    return cell["op"], cell["state_dtype"], cell["B"], cell["HV"]
+
+
+def _both(alone: str, chained: str | None) -> str:
+    return f"{alone} ({chained})" if chained else alone
+
+
+def _version(peer: str, run: LoadedRun) -> str:
+    """A library's name and the version that was timed, without what a release was made again for."""
+    version = label(f"{PREFIX}{peer}", run.records).partition(" ")[2]
+    return f"{PEERS[peer]} {version.partition('.post')[0]}"
+
+
+def _mark(cell: dict[Any, Any]) -> str:
+    """What stands before a time that was taken at the device's power limit."""
+    return POWER_MARK if cell["power_capped"] else ""
 
 
 def _us(cell: dict[Any, Any]) -> str:
     us = cell["median_us"]
-    return f"{us:.2f}" if us < 10 else f"{us:.1f}"
+    return f"{_mark(cell)}{us:.2f}" if us < 10 else f"{_mark(cell)}{us:.1f}"
 
 
 def _beside(mine: dict[Any, Any], theirs: dict[Any, Any]) -> str:
@@ -200,4 +267,6 @@ def _markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n\n".join(tables(Path(__file__).parents[2] / "docs" / "results")) + "\n")
+    folder = Path(__file__).parents[2] / "docs" / "results"
+    sys.stdout.write("\n\n".join(tables(folder)) + "\n\nOthers are faster at:\n\n")
+    sys.stdout.writelines(f"- {line}\n" for line in behind(folder))
