@@ -502,6 +502,7 @@ def test_choices_are_timed_again(store, tmp_path):
     those of a sweep without. Resumed, the sweep has nothing left.
     """
     text = TINY.replace("final_rounds: 8", "final_rounds: 8, fresh_rounds: 24, precision: 1.0")
+    text = text.replace("max_cell_seconds: 5", "max_cell_seconds: 600")
     outcome = run(tmp_path, store, text)
     fresh = [r for r in outcome.records if isinstance(r, Trial) and r.stage == "evidence"]
     closed = [r for r in outcome.records if isinstance(r, Cell) and r.purpose == "evidence"]
