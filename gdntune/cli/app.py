@@ -352,6 +352,14 @@ def compile_(
             help="Compile just what this table can choose for the config's contracts; one an op."
         ),
     ] = None,
+    of_bench: Annotated[
+        bool,
+        typer.Option(
+            "--bench",
+            help="Compile just what a bench of the config needs: what the tables in use, or"
+            " --table, choose there, the default rule's choices and the floors.",
+        ),
+    ] = False,
     bundle: Annotated[
         Path | None,
         typer.Option(help="Folder to link all objects into, for a machine without a compiler."),
@@ -378,7 +386,7 @@ def compile_(
     device = target_of(arch)
     if bundle and (fault := no_folder(bundle)):
         raise UnsupportedProblem(f"--bundle {bundle}: {fault}; choose another place")
-    objects = _objects(wanted, device, table)
+    objects = _objects(wanted, device, table, of_bench)
     if not objects:
         raise UnsupportedProblem(
             f"{wanted.name} needs no object on {device.arch}: no kernel serves its contracts there"
@@ -391,7 +399,7 @@ def compile_(
     if bundle and manifests:
         write_bundle(store, [m.spec for m in manifests], bundle)
     bundle_bytes = sum(f.stat().st_size for f in bundle.iterdir()) if bundle and manifests else None
-    parts = _parts(wanted, device, table)
+    parts = _parts(wanted, device, table, of_bench)
     if as_json:
         print_json(
             {
@@ -418,24 +426,34 @@ def compile_(
 
 
 def _objects(
-    config: "Config", device: "Device", tables: list[Path] | None
+    config: "Config", device: "Device", tables: list[Path] | None, of_bench: bool
 ) -> "list[tuple[ObjectSpec, str]]":
-    """What a sweep of a config needs, or just what tables can choose for it."""
+    """What a sweep of a config needs, or a bench, or just what tables can choose for it."""
     from gdntune.tuning.chosen import chosen_objects
-    from gdntune.tuning.plan import plan_objects
+    from gdntune.tuning.plan import bench_objects, plan_objects
 
+    if of_bench:
+        return bench_objects(config, device, tables or ())
     if tables:
         return chosen_objects(config.all_contracts(), tables, device)
     return plan_objects(config, device)
 
 
-def _parts(config: "Config", device: "Device", tables: list[Path] | None) -> list[dict[str, Any]]:
+def _parts(
+    config: "Config", device: "Device", tables: list[Path] | None, of_bench: bool
+) -> list[dict[str, Any]]:
     """What each part of a config needs by itself; objects that parts share count in each."""
     rows: list[dict[str, Any]] = []
     for part in config.parts:
         alone = config.only([part.name])
         numbers = {"contracts": len(alone.all_contracts()), "cells": len(alone.problems())}
-        rows.append({"name": part.name, **numbers, "objects": len(_objects(alone, device, tables))})
+        rows.append(
+            {
+                "name": part.name,
+                **numbers,
+                "objects": len(_objects(alone, device, tables, of_bench)),
+            }
+        )
     return rows
 
 

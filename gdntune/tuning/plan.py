@@ -7,6 +7,7 @@ made beforehand, the default rule's, the floors and other libraries' entries. `r
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -234,6 +235,21 @@ def _origins(config: Config, runtime: "Runtime", peers: Mapping[str, "Peer"]) ->
 def plan_objects(config: Config, device: Device) -> list[tuple[ObjectSpec, str]]:
     """Every object that a sweep of a config needs, with its kernel's compiler, each once."""
     return sweep_plan(config, device).objects()
+
+
+def bench_objects(
+    config: Config, device: Device, tables: Sequence[Path] = ()
+) -> list[tuple[ObjectSpec, str]]:
+    """Every object that a bench of a config needs, with its kernel's compiler, each once; peers
+    bring their own. tables: instead of those in use for the device.
+    """
+    from gdntune.objects.store import Store
+    from gdntune.runtime.dispatch import Runtime
+
+    runtime = Runtime(device, Store())
+    for path in tables:
+        runtime.use(path)
+    return bench_plan(config, device, runtime, {}).objects()
 
 
 def chosen_by(tables: Iterable[Table]) -> Choices:

@@ -19,7 +19,7 @@ from gdntune.device import arch
 from gdntune.errors import JournalError, Locked, MeasurementError, UnknownName
 from gdntune.kernels.spec import Variant
 from gdntune.objects.store import Store
-from gdntune.problem import Problem
+from gdntune.problem import Contract, Problem
 from gdntune.report.peers import compared
 from gdntune.report.report import report
 from gdntune.report.words import ratio
@@ -28,7 +28,7 @@ from gdntune.results.derive import derive
 from gdntune.results.journal import Build, Cell, Check, Journal, Trial, digest, read
 from gdntune.results.table import Interval, Rule, TableVariant
 from gdntune.timing import Policy
-from gdntune.tuning import bench, config, worker
+from gdntune.tuning import bench, config, plan, worker
 from gdntune.tuning import run as engine
 
 TINY = """
@@ -636,3 +636,20 @@ def test_command_line_without_peers(tmp_path, monkeypatch):
         "no report.html: " in note and "pip install 'gdntune[report]'" in note
         for note in said["notes"]
     )
+
+
+def test_what_a_bench_needs_compiled():
+    """`gdntune compile --bench`: the choices of the tables in use, the defaults and the floors, a
+    tenth of what a sweep tries; by a table that is named, its choices.
+    """
+    device = arch.target("sm_90a")
+    whole = config.load(pathlib.Path(__file__).parents[2] / "configs" / "bench-chain.yaml")
+    found = {spec.label for spec, _ in plan.bench_objects(whole, device)}
+    tables = pathlib.Path(__file__).parents[2] / "tables" / "nvidia-h200"
+    named = [tables / "gdn_decode.json", tables / "kda_decode.json"]
+    others = {spec.label for spec, _ in plan.bench_objects(whole, device, named)}
+    chosen = table.load(named[0])
+    rule = next(r for r in chosen.rules if r.when == Contract())
+    assert rule.at(64).variant in others and {"flush"} <= found & others
+    assert any(label.startswith("stream") for label in found)
+    assert len(found) * 3 < len({spec.label for spec, _ in plan.plan_objects(whole, device)})
