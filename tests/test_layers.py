@@ -18,7 +18,6 @@ ONLY_IN = {
     "matplotlib": ("report/figures.py",),
     "pynvml": ("device/nvml.py",),
     "cupti": ("device/cupti.py",),
-    "pebble": ("tuning/executors.py",),
     "ray": ("tuning/ray.py",),
     "yaml": ("tuning/config.py",),
     "transformers": ("engines/transformers.py",),

@@ -20,7 +20,8 @@ from typing import IO
 
 import msgspec
 
-from gdntune.errors import GdntuneError, ToolMissing
+from gdntune.errors import GdntuneError
+from gdntune.objects.processes import interpreter
 from gdntune.objects.store import ObjectSpec, scratch_folder
 from gdntune.objects.worker import Answer, Task
 
@@ -34,12 +35,6 @@ class Process:
     """One compiling process and the task it is at."""
 
     def __init__(self, scratch: Path, arch: str | None):
-        if not sys.executable:
-            raise ToolMissing(
-                "this Python does not know its own executable (sys.executable is empty), so no"
-                " compiler can be started: compile ahead with `gdntune compile --bundle DIR` and"
-                " set GDNTUNE_BUNDLE"
-            )
         # A compiler must not hold a context on the device that is being timed.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         if arch:
@@ -52,7 +47,7 @@ class Process:
         # stop it.
         self._printed: IO[bytes] = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115
         self._popen = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *map(str, sys.path)],
+            [interpreter(), "-c", PROGRAM, *map(str, sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._printed,

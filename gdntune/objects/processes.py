@@ -1,50 +1,21 @@
-"""Worker processes: they start afresh, do not run the caller's program again, and take no more
-memory than there is.
-"""
+"""Worker processes: what they are started by, and that they take no more memory than there is."""
 
 import contextlib
-import multiprocessing
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-# Never fork: the caller may hold a CUDA context, and threads that hold locks.
-SPAWN = multiprocessing.get_context("spawn")
-
-# What hides the main module now, over all threads, and what the first of them took from it.
-_HIDING = threading.Lock()
-_HIDDEN: list[dict[str, object]] = []
+from gdntune.errors import ToolMissing
 
 
-@contextlib.contextmanager
-def hidden_main() -> Iterator[None]:
-    """While workers start, hides the caller's main module from them.
-
-    A spawned process imports the main module again, to find what was defined there. Workers need
-    nothing of it, and a script without `if __name__ == "__main__"`, an engine's for instance, would
-    run once more in each. May be entered by several threads at a time: the module is back when the
-    last of them has left.
-    """
-    main = sys.modules["__main__"]
-    with _HIDING:
-        _HIDDEN.append(
-            {
-                name: main.__dict__[name]
-                for name in ("__file__", "__spec__")
-                if name in main.__dict__
-            }
+def interpreter() -> str:
+    """The Python to start a process with; ToolMissing where it does not know its own place."""
+    if not sys.executable:
+        raise ToolMissing(
+            "this Python does not know its own executable (sys.executable is empty), so no process"
+            " can be started: compile ahead with `gdntune compile --bundle DIR` and set"
+            " GDNTUNE_BUNDLE; sweep by `python -m gdntune`"
         )
-        main.__dict__.pop("__file__", None)
-        main.__spec__ = None
-    try:
-        yield
-    finally:
-        with _HIDING:
-            # The first one's is what was there; a later one's, what the first had left.
-            last = _HIDDEN.pop()
-            if not _HIDDEN:
-                main.__dict__.update(last)
+    return sys.executable
 
 
 def free_memory() -> int | None:

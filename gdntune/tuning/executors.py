@@ -4,14 +4,11 @@ crashes it or hangs. Knows no tasks.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from threading import Lock
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from pebble import ProcessExpired, ProcessPool
-
 from gdntune.errors import GdntuneError
-from gdntune.objects.processes import SPAWN, hidden_main
+from gdntune.tuning.program import Ended, Program
 
 # What a process may take to start: imports, a CUDA context, a timer. A machine that does other work
 # takes minutes, and a task's own time limit must not pay for it.
@@ -94,51 +91,37 @@ class Child(Begun):
         super().__init__(name, begin)
         self._start = start
         self._closing = Lock()
-        self._task: Future[Any] | None = None
-        self._pool = ProcessPool(max_workers=1, context=SPAWN)
+        self._program: Program | None = None
 
     def _call(self, function: Callable[..., T], *args: Any, timeout: float) -> "T | Crashed":
         try:
-            with hidden_main():
-                with self._closing:
-                    if self._closed:
-                        return Crashed("crashed", "the worker was closed")
-                    task = self._task = self._pool.schedule(
-                        function, args=[self._start, *args], timeout=timeout
-                    )
-                return task.result()
-        except FutureTimeout:
-            # pebble replaces the process in both cases, and the new one has not begun.
-            self._begun = False
-            return Crashed("timeout", f"no answer within {timeout:.0f} s")
-        except ProcessExpired as e:
-            self._begun = False
-            return Crashed("crashed", f"the process died (exit code {e.exitcode})")
-        except (GdntuneError, KeyboardInterrupt):
-            raise
-        except Exception as e:  # noqa: BLE001  whatever a variant brings about is its own failure, not the sweep's
-            # After an illegal access every later call of the process fails too.
-            self._restart()
-            return Crashed("crashed", f"{type(e).__name__}: {str(e)[-500:]}")
+            with self._closing:
+                if self._closed:
+                    return Crashed("crashed", "the worker was closed")
+                program = self._program = self._program or Program()
+            found: T = program.call(function, self._start, *args, timeout=timeout)
+            return found
+        except Ended as e:
+            self._drop()
+            return Crashed(e.status, e.reason)
+        except OSError as e:
+            return Crashed("crashed", f"no process could be started: {e.strerror or e}")
 
-    def _restart(self) -> None:
+    def _drop(self) -> None:
+        """The next task has a fresh process."""
         self._begun = False
         with self._closing:
-            if not self._closed:
-                self._pool.stop()
-                self._pool.join()
-                self._pool = ProcessPool(max_workers=1, context=SPAWN)
+            program, self._program = self._program, None
+        if program:
+            program.close()
 
     def close(self) -> None:
         """See `Worker`."""
         with self._closing:
             self._closed = True
-            if self._task is not None:
-                # A pool that was stopped never answers for what it was at, and whoever waits would
-                # wait for ever.
-                self._task.cancel()
-            self._pool.stop()
-            self._pool.join()
+            if self._program:
+                # Not its connection, which another thread may wait for.
+                self._program.kill()
 
     def __enter__(self) -> "Child":
         return self

@@ -7,8 +7,8 @@ a fault.
 
 import ctypes
 import dataclasses
-import multiprocessing
 import os
+import sys
 import time
 
 import msgspec
@@ -176,5 +176,6 @@ def plant(setitem, setattr):
     setattr(Store, "load", load)
 
 
-if multiprocessing.parent_process() is not None:
+# A timing process, which has no test in it.
+if "pytest" not in sys.modules:
     plant(dict.__setitem__, setattr)

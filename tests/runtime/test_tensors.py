@@ -206,6 +206,20 @@ def test_the_cpu_refuses_what_cuda_refuses(name, when):
 
 
 @pytest.mark.parametrize("when", ["first", "later"])
+def test_a_gate_for_each_channel_is_kdas_alone(when):
+    """Fault: the CPU took g [B, T, HV, K] for GDN, and computed KDA's formula."""
+    call = {
+        "q": tensors(2, 1, 2, 64), "k": tensors(2, 1, 2, 64), "v": tensors(2, 1, 2, 32),
+        "initial_state": torch.zeros(2, 2, 32, 64), "g": torch.zeros(2, 1, 2),
+        "beta": torch.zeros(2, 1, 2),
+    }  # fmt: skip
+    if when == "later":
+        gdntune.gated_delta_rule_decode(**call)
+    call["g"] = torch.zeros(2, 1, 2, 64)
+    refused(r"g has shape .*\[2, 1, 2\]", gdntune.gated_delta_rule_decode, **call)
+
+
+@pytest.mark.parametrize("when", ["first", "later"])
 def test_pools_padded_by_head_are_refused(when):
     """Fault: the CPU took a pool whose heads lie apart, which CUDA kernels refuse."""
     call = {

@@ -1,13 +1,14 @@
 """gdntune/executors.py: workers, and how jobs are shared out among them."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
 from gdntune.errors import GdntuneError, MeasurementError
-from gdntune.objects import processes
 from gdntune.tuning.executors import Child, Crashed, on_each, share_out
 
 
@@ -254,18 +255,93 @@ def test_a_closed_child_starts_nothing():
     assert isinstance(child.run(echo, 1, timeout=5), Crashed)
 
 
-def test_the_main_module_is_hidden_until_the_last_thread_has_left():
-    """Fault: the first of two threads to leave put the caller's main module back while the other's
-    processes still started.
-    """
-    import __main__
+HOST = """
+import multiprocessing, sys, threading, time
+from gdntune.tuning.executors import Child
+import test_executors
 
-    before = {name: __main__.__dict__.get(name) for name in ("__file__", "__spec__")}
-    first, second = processes.hidden_main(), processes.hidden_main()
-    first.__enter__()
-    second.__enter__()
-    assert "__file__" not in __main__.__dict__ and __main__.__spec__ is None
-    first.__exit__(None, None, None)
-    assert "__file__" not in __main__.__dict__ and __main__.__spec__ is None
-    second.__exit__(None, None, None)
-    assert {name: __main__.__dict__.get(name) for name in before} == before
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def own(x):
+    sys.exit(x)
+
+
+def times():
+    with Child("start") as child:
+        got = child.run(test_executors.echo, 1, timeout=120)
+        assert got[:2] == ("start", 1), got
+"""
+HOSTS = {
+    "a daemonic process": """
+if __name__ == "__main__":
+    process = SPAWN.Process(target=times, daemon=True)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+""",
+    "a spawn in another thread": """
+if __name__ == "__main__":
+    with Child("start") as child:
+        child.run(test_executors.echo, 1, timeout=120)
+        thread = threading.Thread(target=child.run, args=(test_executors.hang,), kwargs={"timeout": 600})
+        thread.start()
+        time.sleep(1)
+        process = SPAWN.Process(target=own, args=(0,))
+        process.start()
+        process.join()
+    sys.exit(process.exitcode)
+""",
+    "a script without a guard": """
+print("once")
+times()
+""",
+}
+
+
+@pytest.mark.parametrize("body", HOSTS.values(), ids=HOSTS)
+def test_hosts_of_all_kinds_time(body, tmp_path):
+    """Faults: no sweep in a daemonic process ("not allowed to have children"), and a host's own
+    spawn in another thread failed for as long as a cell was timed: its main module was hidden.
+    """
+    script = tmp_path / "host.py"
+    script.write_text(HOST + body)
+    path = os.pathsep.join(map(str, sys.path))
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("once") == ("once" in body)
+
+
+def test_answers_that_cannot_be_sent(capfd):
+    """What cannot be pickled, an exit and a print of a task are its own: the caller's standard output
+    stays clean.
+    """
+    with Child("start") as child:
+        got = child.run(lock, timeout=60)
+        assert isinstance(got, Crashed) and "pickle" in got.reason
+        got = child.run(leave, timeout=60)
+        assert got == Crashed("crashed", "SystemExit: 3")
+        assert child.run(say, timeout=60) is None
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "said\n")
+
+
+def lock(start):
+    """An answer that cannot be pickled."""
+    return threading.Lock()
+
+
+def leave(start):
+    """A task that wants to leave."""
+    sys.exit(3)
+
+
+def say(start):
+    """A task that prints."""
+    print("said", flush=True)

@@ -110,6 +110,7 @@ class Running:
         path = tmp_path / "config.yaml"
         path.write_text(CONFIG)
         self.folder = folder
+        self.seen: set[int] = set()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "fakes.sweeping", path, folder, store.root, *map(str, largest)],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
@@ -135,7 +136,7 @@ class Running:
                 size, writes = self.size(), writes - 1
 
     def children(self):
-        """Its timing process, and compiling ones."""
+        """Its timing process."""
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -143,13 +144,14 @@ class Running:
                 command = (stat.parent / "cmdline").read_bytes()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if int(fields[1]) == self.process.pid and b"spawn_main" in command:
+            if int(fields[1]) == self.process.pid and b"tuning.program" in command:
                 found.append(int(stat.parent.name))
         return found
 
     def kill(self):
         """kill -9 of the sweep alone; whether it still ran."""
         ran = self.process.poll() is None
+        self.seen |= set(self.children())
         self.process.kill()
         self.process.communicate()
         return ran
@@ -160,15 +162,24 @@ class Running:
         return said, self.process.returncode
 
     def gone(self):
-        """Whether every process that it started has ended, within two minutes."""
+        """Whether every timing process that it had when it was killed has ended, within two
+        minutes.
+        """
         until = time.monotonic() + 120
         while time.monotonic() < until:
-            try:
-                os.killpg(self.process.pid, 0)
-            except ProcessLookupError:
+            if not any(map(alive, self.seen)):
                 return True
             time.sleep(0.05)
         return False
+
+
+def alive(pid):
+    """Whether a process is there; what has ended may wait for a parent to ask."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def whole_lines(folder):
