@@ -88,7 +88,6 @@ class Session:
         else:
             self.timer = make_timer(device, policy, reader)
         self._checkers: dict[Contract, Checker] = {}
-        self._records_fault: str | None = None
 
     def _reader(self) -> Callable[[Any], Any]:
         """The kernel that reads the flush buffer: the floor's read form under a name of its own."""
@@ -159,8 +158,10 @@ class Session:
         return verdict.ok, verdict.worst, verdict.error
 
     def launched(self, call: Callable[[int], Any]) -> tuple[str, ...] | None:
-        """The names of what one more call launches, in order; None where CUPTI does not tell."""
-        if self.device.kind != "cuda" or self._no_records():
+        """The names of what one more call launches, in order; None where the timer is not CUPTI's:
+        to begin its recordings amid graphs or events might change what these measure.
+        """
+        if self.timer.policy.timer != "cupti":
             return None
         source = cupti.recorder()
         self.synchronize()
@@ -171,12 +172,6 @@ class Session:
         finally:
             records = source.stop()
         return tuple(name for _, _, name in sorted(records))
-
-    def _no_records(self) -> bool:
-        """Whether CUPTI has no records here; asked once."""
-        if self._records_fault is None:
-            self._records_fault = cupti.fault() or ""
-        return bool(self._records_fault)
 
     def calls(
         self,
