@@ -29,6 +29,9 @@ from gdntune.tuning.config import Config, HeldOut, Search
 
 # Of those that a choice is compared with: the best two by the samples that chose.
 RUNNERS_UP = 2
+# Rounds of a choice that was made go on for so long at most: a table has thousands of cells, and
+# one in ten has noise that 0.5% would take ten times the rounds for.
+FRESH_SECONDS = 3.0
 
 
 def crossovers(config: Config, records: Sequence[Record], run: Run) -> list[Problem]:

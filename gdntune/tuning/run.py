@@ -307,7 +307,8 @@ class _Run:
             floors = [f for f in floors if f.id in again.floors] or floors
             choice, judged = again.variants[0], frozenset(again.variants)
             rounds = cells.fresh_rounds(effort)
-            effort = msgspec.structs.replace(effort, final_rounds=rounds)
+            ends = min(effort.max_cell_seconds, cells.FRESH_SECONDS)
+            effort = msgspec.structs.replace(effort, final_rounds=rounds, max_cell_seconds=ends)
         ids, default = {v.id for v in variants}, plan.default(problem).id
         asked = CellJob(
             problem,

@@ -496,13 +496,14 @@ def test_attempts(outcomes, asked, found):
     assert isinstance(got, found) if isinstance(found, type) else got.number == found
 
 
-def test_choices_are_timed_again(store, tmp_path):
+def test_choices_are_timed_again(store, tmp_path, monkeypatch):
     """Fault: a winner was shown on the samples that chose it, on one set of tensors. Each choice is
     timed again with what it is compared with; the table's evidence is of that, and its choices are
     those of a sweep without. Resumed, the sweep has nothing left.
     """
     text = TINY.replace("final_rounds: 8", "final_rounds: 8, fresh_rounds: 24, precision: 1.0")
     text = text.replace("max_cell_seconds: 5", "max_cell_seconds: 600")
+    monkeypatch.setattr(cells, "FRESH_SECONDS", 600.0)
     outcome = run(tmp_path, store, text)
     fresh = [r for r in outcome.records if isinstance(r, Trial) and r.stage == "evidence"]
     closed = [r for r in outcome.records if isinstance(r, Cell) and r.purpose == "evidence"]
