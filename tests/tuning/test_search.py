@@ -32,7 +32,7 @@ from gdntune.results import derive, judge, table
 from gdntune.results.journal import Build, Cell, Check, Journal, Trial, read
 from gdntune.timing import Policy
 from gdntune.tuning import attempts as trials
-from gdntune.tuning import config, notes, worker
+from gdntune.tuning import cells, config, notes, worker
 from gdntune.tuning import run as engine
 from gdntune.tuning.executors import Crashed
 from gdntune.tuning.measure import CellResult, CellTiming
