@@ -99,17 +99,35 @@ def tables(results: Path) -> Iterator[str]:
     for gpu, folder in GPUS.items():
         paths = [results / folder / f"{model}.jsonl.xz" for model in MODELS]
         yield times(gpu, frame(load(paths, REGRET)))
-    runs = {gpu: load([results / folder / ALONE])[0] for gpu, folder in GPUS.items()}
-    chains = {
-        gpu: frame(load([results / folder / CHAIN]))
-        for gpu, folder in GPUS.items()
-        if (results / folder / CHAIN).exists()
-    }
-    peers = {gpu: frame([run]) for gpu, run in runs.items()}
-    yield beside_others(peers)
+    alone, chains = (
+        {
+            gpu: _Bench(run := load([results / folder / name])[0], frame([run]))
+            for gpu, folder in GPUS.items()
+            if (results / folder / name).exists()
+        }
+        for name in (ALONE, CHAIN)
+    )
+    yield beside_others(alone)
     if chains:
-        yield beside_others(chains)
-    yield readme(peers[HEADLINE], chains.get(HEADLINE), runs[HEADLINE])
+        yield beside_others(chains, "in a chain of layers")
+    yield readme(alone[HEADLINE], chains.get(HEADLINE))
+
+
+class _Bench(NamedTuple):
+    """A bench's journal, and its rows."""
+
+    run: LoadedRun
+    rows: "pd.DataFrame"
+
+    def of(self, peer: str) -> "pd.DataFrame":
+        """A library's fastest entries."""
+        best = rivals(self.rows)
+        return best[best["kernel"] == f"{PREFIX}{peer}"]
+
+    def version(self, peer: str) -> str:
+        """The version of a library that was timed, without what a release was made again for."""
+        said = label(f"{PREFIX}{peer}", self.run.records).partition(" ")[2]
+        return said.partition(".post")[0]
 
 
 def behind(results: Path) -> Iterator[str]:
@@ -154,30 +172,29 @@ def _time(cell: dict[Any, Any]) -> str:
     return f"{_mark(cell)}{cell['median_us']:.4g} ({cell['over_floor']:.2f})"
 
 
-def beside_others(found: "dict[str, pd.DataFrame]") -> str:
+def beside_others(found: dict[str, _Bench], corner: str = "") -> str:
     """How many times as fast ours is, by medians: geometric mean and worst cell, a column a library
-    and GPU.
+    and GPU; with the version where the GPUs' differ. A library without times has no column.
     """
-    best = {gpu: rivals(its) for gpu, its in found.items()}
-    headers, columns = [""], []
+    headers, columns = [corner], []
     for peer, words in PEERS.items():
-        timed = [gpu for gpu, its in best.items() if (its["kernel"] == f"{PREFIX}{peer}").any()]
-        for gpu, its in best.items():
-            headers.append(f"{words}, {gpu}" if gpu == next(iter(timed), "") else gpu)
-            columns.append(its[its["kernel"] == f"{PREFIX}{peer}"])
+        best = {gpu: its for gpu, bench in found.items() if len(its := bench.of(peer))}
+        versions = {gpu: found[gpu].version(peer) for gpu in best}
+        differ = len(set(versions.values())) > 1
+        for n, (gpu, its) in enumerate(best.items()):
+            name = [*([] if n else [words]), *([versions[gpu]] if differ else [])]
+            headers.append(", ".join([*([" ".join(name)] if name else []), gpu]))
+            columns.append(its)
     rows = [[g.words, *(_over(_of_group(its, g)) for its in columns)] for g in GROUPS]
-    timed = [row for row in rows if any(row[1:])]
-    # a library that has no time in any journal has no columns
-    kept = [0, *(i for i in range(1, len(headers)) if len(columns[i - 1]))]
-    return _markdown([headers[i] for i in kept], [[row[i] for i in kept] for row in timed])
+    return _markdown(headers, [row for row in rows if any(row[1:])])
 
 
-def readme(alone: "pd.DataFrame", chain: "pd.DataFrame | None", run: LoadedRun) -> str:
+def readme(alone: _Bench, chain: _Bench | None) -> str:
     """Medians at T=1 beside other libraries, states in a pool; bold: theirs is the smaller one. In
     brackets what a call costs in a chain of layers, where that was timed.
     """
-    ours, theirs = _at_one_token(alone)
-    in_chain = ({}, {}) if chain is None else _at_one_token(chain)
+    ours, theirs = _at_one_token(alone.rows)
+    in_chain = ({}, {}) if chain is None else _at_one_token(chain.rows)
     shown = [peer for peer in PEERS if peer != "fla" and any(key[0] == peer for key in theirs)]
     rows, before = [], ""
     for words, op, state, HV, batches in README_ROWS:
@@ -192,7 +209,7 @@ def readme(alone: "pd.DataFrame", chain: "pd.DataFrame | None", run: LoadedRun) 
                 cells.append("" if its is None else _both(_beside(mine, its), said))
             rows.append(["" if words == before else words, str(B), *cells])
             before = words
-    versions = [_version(peer, run) for peer in shown]
+    versions = [f"{PEERS[peer]} {alone.version(peer)}" for peer in shown]
     return _markdown(("T=1", "B", "gdntune", "over the floor", *versions), rows)
 
 
@@ -211,12 +228,6 @@ def _place(cell: dict[Any, Any]) -> tuple[Any, ...]:
 
 def _both(alone: str, chained: str | None) -> str:
     return f"{alone} ({chained})" if chained else alone
-
-
-def _version(peer: str, run: LoadedRun) -> str:
-    """A library's name and the version that was timed, without what a release was made again for."""
-    version = label(f"{PREFIX}{peer}", run.records).partition(" ")[2]
-    return f"{PEERS[peer]} {version.partition('.post')[0]}"
 
 
 def _mark(cell: dict[Any, Any]) -> str:

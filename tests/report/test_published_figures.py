@@ -2,9 +2,17 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
+import synthetic
 
+from gdntune.kernels.spec import Variant
+from gdntune.report import published_figures
+from gdntune.report.peers import slower
 from gdntune.report.published_figures import tables
+from gdntune.results.frame import frame
+from gdntune.results.journal import Cell, Trial
+from gdntune.results.samples import load
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,3 +43,51 @@ def test_figures_of_the_documents(made):
             start = page.index(header) + 2
             assert page[start : start + len(body)] == body
             assert len(page[start + len(body)]) == 1, f"{name}: more rows than were made"
+
+
+def bench(version, **slow):
+    """A bench's journal: at each cell a library's time over ours by its name, and its version."""
+    header = synthetic.run(software={"table for gdn_decode": "t.json"})
+    found = []
+    for r in synthetic.records(header, batches=(1,)):
+        if isinstance(r, Cell):
+            r = msgspec.structs.replace(r, choice=synthetic.VARIANTS[0].id)
+            mine = next(
+                t for t in reversed(found)
+                if isinstance(t, Trial) and t.variant.id == r.choice and t.stage == "final"
+            )  # fmt: skip
+            for peer, factor in slow.items():
+                variant = Variant(f"peer:{peer}", f"peer:{peer}.decode", {"version": version})
+                samples = [factor * us for us in mine.samples_us]
+                found.append(
+                    msgspec.structs.replace(mine, variant=variant, role="peer", samples_us=samples)
+                )
+        found.append(r)
+    return header, found
+
+
+def published(tmp_path, version, **slow):
+    """The same as a published file, loaded."""
+    folder = synthetic.write(tmp_path / version, *bench(version, **slow), with_table=False)
+    (run,) = load([folder])
+    return published_figures._Bench(run, frame([run]))
+
+
+def test_libraries_have_their_versions(tmp_path):
+    """Columns name the version where the GPUs' differ, and a library without times has none."""
+    one = published(tmp_path, "0.7.2.post1", flashinfer=1.5)
+    other = published(tmp_path, "0.7.4", flashinfer=1.2, vllm=0.9)
+    lines = published_figures.beside_others({"H100": one, "H200": other}, "alone").splitlines()
+    assert lines[0] == "| alone | FlashInfer 0.7.2, H100 | 0.7.4, H200 | vLLM, H200 |"
+    assert lines[2] == "| GDN T=1, bf16 state | 1.50 (1.50) | 1.20 (1.20) | 0.90 (**0.90**) |"
+    same = published_figures.beside_others({"H100": one, "H200": one}).splitlines()
+    assert same[0] == "|  | FlashInfer, H100 | H200 |"
+
+
+def test_where_others_are_faster(tmp_path):
+    """The cells at which the whole interval is on a library's side and beyond a tie, for the
+    limits.
+    """
+    found = published(tmp_path, "0.33.0", vllm=0.9, sglang=1.1, fla=0.995)
+    rows = slower(found.rows, found.run.records)
+    assert set(rows) == {"peer:vllm"} and len(rows["peer:vllm"]) == 6
