@@ -47,21 +47,24 @@ def _manager(given: tuple[Any, ...], patterns: Mapping[int, Pattern]) -> Guard |
     try:
         from torch._C._dynamo.guards import RootGuardManager
         from torch._dynamo.guards import GuardManagerType
-
-        root = RootGuardManager()
-        for i, wanted in patterns.items():
-            x = given[i]
-            place = root.tuple_getitem_manager(i, "x", x, GuardManagerType.GUARD_MANAGER)
-            if wanted is None:
-                place.add_none_match_guard([""], None)
-            else:
-                keys = torch._C._dispatch_keys(x)
-                # Annotated as list[int], its C++ takes None too.
-                sizes, strides = (cast(Any, w) for w in wanted)
-                place.add_tensor_match_guard(x, sizes, strides, "x", [""], None, type(x), keys)
-        return root.check if root.check(given) else None
-    except (ImportError, AttributeError, TypeError):
+    except ImportError:
         return None
+    # Of newer versions each guard also takes the stack of the user's code.
+    for stack in ((None,), ()):
+        try:
+            root: Any = RootGuardManager()
+            for i, wanted in patterns.items():
+                x = given[i]
+                place = root.tuple_getitem_manager(i, "x", x, GuardManagerType.GUARD_MANAGER)
+                if wanted is None:
+                    place.add_none_match_guard([""], *stack)
+                else:
+                    keys = torch._C._dispatch_keys(x)
+                    place.add_tensor_match_guard(x, *wanted, "x", [""], *stack, type(x), keys)
+            return root.check if root.check(given) else None
+        except (AttributeError, TypeError):
+            continue
+    return None
 
 
 def _tensor_guards(given: tuple[Any, ...], patterns: Mapping[int, Pattern]) -> Guard | None:

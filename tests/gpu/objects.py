@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
 import drift
+import host_gpu
 import test_drafts
 import test_faults
 import test_faults_gpu
@@ -145,6 +146,7 @@ def contracts() -> list[Contract]:
         *test_kda.CONTRACTS,
         *RUNTIME_CONTRACTS,
         *drift.CONTRACTS,
+        *host_gpu.CONTRACTS,
     ]
     return list(dict.fromkeys(tested))
 
