@@ -64,7 +64,7 @@ def compare(
     Raises JournalError where the timing policies differ, UnsupportedProblem where no cell is in
     both, UnknownName for a variant that neither timed.
     """
-    mine, theirs = _Side.read(a), _Side.read(b)
+    mine, theirs = _Side.read(a, "A"), _Side.read(b, "B")
     if mine.run.policy != theirs.run.policy:
         one, other = (
             ", ".join(f"{k} {v}" for k, v in sorted(s.run.policy.items())) for s in (mine, theirs)
@@ -103,7 +103,7 @@ def compare(
         cells=cells,
         only_a=len(mine.cells) - len(common),
         only_b=len(theirs.cells) - len(common),
-        notes=tuple(_notes(mine.run, theirs.run)),
+        notes=(*_notes(mine.run, theirs.run), *mine.noise, *theirs.noise),
     )
 
 
@@ -113,9 +113,10 @@ class _Side(NamedTuple):
     run: Run
     cells: dict[tuple[Contract, int], Timed]
     chosen: dict[tuple[Contract, int], str]
+    noise: list[str]
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> "_Side":
+    def read(cls, path: str | os.PathLike[str], name: str) -> "_Side":
         run, records = journal.read(path)
         cells = {
             (c, cell.work_units): cell
@@ -124,7 +125,8 @@ class _Side(NamedTuple):
         }
         # Derived anew, not read: a table beside the journal may be of another.
         rules = {rule.when: rule for rule in derive(records, run).rules}
-        return cls(run, cells, {(c, w): rules[c].at(w).variant for c, w in cells if c in rules})
+        chosen = {(c, w): rules[c].at(w).variant for c, w in cells if c in rules}
+        return cls(run, cells, chosen, journal.noise_notes(records, f" of {name}"))
 
 
 def _compared(key: tuple[Contract, int], mine: _Side, theirs: _Side, variant: str) -> Compared:

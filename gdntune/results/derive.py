@@ -621,7 +621,7 @@ def failures_by_kind(records: Sequence[Record]) -> dict[str, int]:
         kind.__name__.lower(): counts[kind.__name__.lower()] for kind in (Build, Check, Trial, Cell)
     }
     # Cells with times that cannot be believed; absent where there are none, as in older tables.
-    if marks := len(noisy(records)):
+    if marks := len({cell.problem for cell in noisy(records)}):
         found["noisy"] = marks
     return found
 

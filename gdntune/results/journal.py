@@ -469,6 +469,20 @@ def noisy(records: Iterable[Record]) -> list["Cell"]:
     return [r for r in last.values() if r.reason.startswith(NOISY)]
 
 
+def noise_notes(records: Iterable[Record], whose: str = "") -> list[str]:
+    """A line of the cells whose times cannot be believed, with the first's reason; none where all
+    can. whose: in words, where several journals are read.
+    """
+    found = {cell.problem: cell.reason.removeprefix(NOISY) for cell in noisy(records)}
+    if not found:
+        return []
+    problem, reason = next(iter(found.items()))
+    return [
+        f"{len(found)} cells{whose} are noisy: their times cannot be believed; the first:"
+        f" {problem.key()}, {reason}"
+    ]
+
+
 def latest(records: Iterable[Record]) -> list[Record]:
     """The records without those that a later one of the same object, check or cell replaces; a
     failed trial stays, whatever others do.

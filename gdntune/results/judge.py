@@ -16,7 +16,7 @@ from gdntune import kernels
 from gdntune.device.arch import Device
 from gdntune.results.derive import Timed, beyond, by_work_units, derive, marked, passes, timed_cells
 from gdntune.errors import GdntuneError, UnsupportedProblem
-from gdntune.results.journal import Record, Run, Trial
+from gdntune.results.journal import Record, Run, Trial, noise_notes
 from gdntune.problem import Contract, Problem
 from gdntune.results.table import TUNING, Table
 
@@ -81,7 +81,7 @@ def replay(
                 f"{lost} cells have no choice, since all their leaders were left out: their"
                 " neighbours' holds there"
             )
-    return Replayed(table, run, notes)
+    return Replayed(table, run, [*notes, *noise_notes(records)])
 
 
 def _fits_nothing(pattern: str, names: Sequence[str]) -> str:
@@ -223,7 +223,7 @@ def judge(
             f" ({_such_as(unserved)}): the default rule serves them, and there is nothing to judge;"
             f" expected a journal of its own contracts ({_such_as(r.when for r in table.rules)})"
         )
-    notes = _notes(table, run)
+    notes = [*_notes(table, run), *noise_notes(records)]
     if without:
         notes.append(
             f"the table has no rule for {without} of the journal's {without + len(found)} cells"
@@ -386,4 +386,5 @@ def hold_out_every_second(records: Sequence[Record], run: Run) -> Judgement:
         )
     # Two tables judged alternate cells; here they are in one order again.
     found.sort(key=lambda c: (c.contract, c.work_units))
-    return judgement("tables derived from every second work unit, judged on those between", found)
+    about = "tables derived from every second work unit, judged on those between"
+    return judgement(about, found, noise_notes(records))

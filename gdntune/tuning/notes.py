@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from gdntune import kernels
 from gdntune.errors import listed
 from gdntune.kernels.spec import Variant
-from gdntune.results.journal import NOISY, Build, Cell, Check, Record, Trial, latest, noisy, timed
+from gdntune.results.journal import Build, Cell, Check, Record, Trial, latest, timed
 from gdntune.tuning.config import same
 from gdntune.tuning.plan import Plan, Usable, chosen_by
 
@@ -30,17 +30,6 @@ def failures(records: Sequence[Record]) -> list[str]:
             said = f"{len(failed)} {name}; the first: {label} {failed[0].reason[:300]}"
             lines.append(said.replace("  ", " "))
     return lines
-
-
-def noise(records: Sequence[Record]) -> list[str]:
-    """One line of the cells whose times cannot be believed, with the first's reason."""
-    found = noisy(records)
-    if not found:
-        return []
-    return [
-        f"{len(found)} cells are noisy, also when timed again; the first: {found[0].problem.key()}"
-        f" {found[0].reason.removeprefix(NOISY)}"
-    ]
 
 
 def peers(plan: Plan) -> list[str]:

@@ -23,7 +23,18 @@ from gdntune.objects.store import Store
 from gdntune.problem import Contract, Problem
 from gdntune.results import journal as journals
 from gdntune.results.derive import as_chosen, derive, marked, timed_cells
-from gdntune.results.journal import Build, Cell, Check, Journal, Record, Run, noisy, timed, tried
+from gdntune.results.journal import (
+    Build,
+    Cell,
+    Check,
+    Journal,
+    Record,
+    Run,
+    noise_notes,
+    noisy,
+    timed,
+    tried,
+)
 from gdntune.results.table import Table, save
 from gdntune.timing import Policy
 from gdntune.tuning import attempts, cells, notes
@@ -340,7 +351,7 @@ class _Run:
         """Saves the table, and says what failed."""
         records, header = self.journal.records, self.journal.run
         self.notes += notes.failures(records)
-        self.notes += notes.noise(records)
+        self.notes += noise_notes(records)
         self.notes += [
             f"{name} was left out when its last {THROTTLED_IN_A_ROW} cells were throttled:"
             " see to its cooling and power"

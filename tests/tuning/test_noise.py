@@ -18,8 +18,8 @@ from gdntune.report.report import report
 from gdntune.report.tables import table_document
 from gdntune.results import table
 from gdntune.results.derive import derive
-from gdntune.results.journal import Cell, Journal, noisy, power_capped
-from gdntune.tuning import attempts, noise, notes
+from gdntune.results.journal import Cell, Journal, noise_notes, noisy, power_capped
+from gdntune.tuning import attempts, noise
 from gdntune.tuning.config import Search
 from gdntune.tuning.measure import CellResult, CellTiming, TimedVariant
 
@@ -131,7 +131,7 @@ def test_a_mark_is_in_notes_and_table(tmp_path):
     run = synthetic.run()
     records = synthetic.records(run)
     clean = derive(records, run)
-    assert "noisy" not in clean.evidence.failures and notes.noise(records) == []
+    assert "noisy" not in clean.evidence.failures and noise_notes(records) == []
     assert table.noise_words(clean.evidence) == ""
     marked = [
         msgspec.structs.replace(r, reason="noisy: the load is 8.0 on 2 cores")
@@ -140,7 +140,7 @@ def test_a_mark_is_in_notes_and_table(tmp_path):
         for r in records
     ]
     count = len(noisy(marked))
-    [line] = notes.noise(marked)
+    [line] = noise_notes(marked)
     assert line.startswith(f"{count} cells are noisy") and "the load is 8.0" in line
     made = derive(marked, run)
     assert made.rules == clean.rules and made.evidence.failures["noisy"] == count
@@ -183,6 +183,19 @@ def test_a_report_marks_noisy_cells(busy):
     reasons = made.frame[made.frame["B"] == 8]["reason"]
     assert set(reasons) == {"noisy: the load is 8.0 on 2 cores"}
     assert "noisy: the load" in made.csv()
+
+
+def test_what_is_derived_from_noisy_cells_says_so(busy):
+    """Fault: replay, judge and compare gave ratios of such times plainly."""
+    folder, count = busy
+    for command, whose in (
+        (["replay", folder], ""),
+        (["judge", folder / "table.json", folder], ""),
+        (["judge", folder, "--hold-out", "every-second"], ""),
+        (["compare", folder, folder], " of B"),
+    ):
+        done = CliRunner().invoke(app, list(map(str, command)))
+        assert f"{count} cells{whose} are noisy" in " ".join(done.output.split()), command
 
 
 def test_a_later_failure_leaves_the_mark():
