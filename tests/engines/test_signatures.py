@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import signatures
 
-from gdntune.engines import sglang, vllm
+from gdntune.engines import fla, flashinfer, sglang, vllm
 
 ROOT = Path(__file__).parent.parent.parent
 RECORD = signatures.recorded()
@@ -26,6 +26,18 @@ OURS = {
     "vllm/_custom_ops.py:fused_gdn_decode_post_conv_mtp": vllm.post_conv_mtp,
     f"{_K3}:fused_recurrent_kda": vllm.kda_from_raw_gates,
     f"{_K3}:fused_recurrent_kda_packed_decode": vllm.kda_packed_decode,
+    **{
+        f"flashinfer/gdn_decode.py:{name}": getattr(flashinfer, name)
+        for name in (
+            "gated_delta_rule_decode_pretranspose",
+            "gated_delta_rule_decode",
+            "gated_delta_rule_mtp",
+        )
+    },
+    "fla/ops/gated_delta_rule/fused_recurrent.py:fused_recurrent_gated_delta_rule": (
+        fla.fused_recurrent_gated_delta_rule
+    ),
+    "fla/ops/kda/fused_recurrent.py:fused_recurrent_kda": fla.fused_recurrent_kda,
     f"{_S}/gdn_backend.py:GDNKernelDispatcher.__init__": sglang.built,
     f"{_S}/kda_backend.py:KDAKernelDispatcher.__init__": sglang.built,
     **{
