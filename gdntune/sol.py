@@ -124,8 +124,24 @@ def classify(problem: Problem, time_us: float, device: Device, l2_policy: str) -
     (a CPU), time and sizes decide. Raises MeasurementError where the cache was full of other
     modified data (`cold-dirty`) and the time is yet below bytes over peak.
     """
-    moved, peak = bytes_moved(problem), device.peak_gb_s
-    kept = kept_bytes(problem, device, l2_policy)
+    return Limits(problem, device, l2_policy).bound(time_us)
+
+
+class Limits:
+    """What `classify` asks of a problem, a device and a policy, counted once for many times."""
+
+    def __init__(self, problem: Problem, device: Device, l2_policy: str) -> None:
+        self.problem, self.device, self.l2_policy = problem, device, l2_policy
+        self.moved, self.kept = bytes_moved(problem), kept_bytes(problem, device, l2_policy)
+
+    def bound(self, time_us: float) -> Bound:
+        """See `classify`."""
+        return _bound(self, time_us)
+
+
+def _bound(limits: Limits, time_us: float) -> Bound:
+    problem, device, l2_policy = limits.problem, limits.device, limits.l2_policy
+    moved, kept, peak = limits.moved, limits.kept, device.peak_gb_s
     latency_us = LATENCY_US[device.kind]
     # A CPU without a measured peak: all that is left to tell fixed costs by is the time itself.
     if peak is None:

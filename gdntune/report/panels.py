@@ -388,6 +388,7 @@ def packed(samples_us: Iterable[float]) -> tuple[int, str]:
     return step, "".join(text)
 
 
+@functools.cache
 def _number(value: int) -> str:
     digits = ""
     while value > 31:

@@ -22,7 +22,7 @@ from gdntune.results.bootstrap import (
     verdict,
 )
 from gdntune.results.derive import passes
-from gdntune.results.journal import Check, Record, Trial
+from gdntune.results.journal import Cell, Check, Record, Trial
 from gdntune.timing import tie
 
 if TYPE_CHECKING:
@@ -65,9 +65,12 @@ def fate(trial: Trial) -> str:
 
 def _trials(records: list[Record]) -> list[Trial]:
     """The peers' trials that count, so none of a cell that was done again since."""
-    return [
-        r for trials in passes(records, failed=True).values() for r in trials if r.role == "peer"
-    ]
+    theirs = [r for r in records if isinstance(r, Cell) or _is_peers_trial(r)]
+    return [r for trials in passes(theirs, failed=True).values() for r in trials]
+
+
+def _is_peers_trial(record: Record) -> bool:
+    return isinstance(record, Trial) and record.role == "peer"
 
 
 def _reason(trial: Trial) -> str:

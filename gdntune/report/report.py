@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdntune.errors import JournalError
+from gdntune.problem import Contract, Problem
 from gdntune.report import against
 from gdntune.report.document import Document
 from gdntune.report.html import html
@@ -15,7 +16,7 @@ from gdntune.report.peers import compared, is_theirs
 from gdntune.report.sections import Letters, bases, document, of_contract
 from gdntune.results.baseline import Baseline, add_baseline
 from gdntune.results.frame import frame
-from gdntune.results.journal import Check
+from gdntune.results.journal import Check, uncollected
 from gdntune.results.published import Published
 from gdntune.results.samples import LoadedRun, load
 
@@ -97,6 +98,7 @@ class Report:
         """The frame; `pandas.read_csv` gives its dtypes back, and there is no index column."""
         return self.frame.to_csv(index=False, lineterminator="\n")
 
+    @uncollected()
     def html(self) -> str:
         """The report as one file, with pictures and samples. Raises ToolMissing where matplotlib is
         not installed.
@@ -108,15 +110,17 @@ class Report:
         numbers: list[Fact] = []
         for source in self.sources:
             mine = self.frame[self.frame["run"] == source.name]
-            trials = [(p, trial) for p, found in source.counted.items() for trial in found]
+            of_base: dict[Contract, list[Problem]] = {}
+            for p in source.counted:
+                of_base.setdefault(p.contract.replace(tokens=1), []).append(p)
             for base in bases(source):
-                its = [(p, t) for p, t in trials if p.contract.replace(tokens=1) == base]
+                its = [(p, t) for p in of_base.get(base, ()) for t in source.counted[p]]
                 part, title = of_contract(mine, base), f"{source.name}: {base.key()}"
                 panels[source.name, base.key()] = panel(
                     title, part, its, source.table, letters, source.default, self.baseline
                 )
-            for p in self.publications:
-                panels[against.subject(source, p)] = against.panel(source, self.frame, p)
+            for other in self.publications:
+                panels[against.subject(source, other)] = against.panel(source, self.frame, other)
             checks = Counter[str](
                 r.status for r in source.records if isinstance(r, Check) and not is_theirs(r)
             )
@@ -131,6 +135,7 @@ class Report:
         print_document(self.document, console, details=details)
 
 
+@uncollected()
 def report(
     folders: Sequence[str | os.PathLike[str]],
     publications: Sequence[Published] = (),

@@ -293,16 +293,16 @@ def _held_out_lines(source: LoadedRun) -> Iterator[str]:
 
 
 def _work_line(source: LoadedRun) -> str:
+    # A peer without a time has a line of its own.
+    counts = Counter((type(r), r.status == "ok") for r in source.records if not peers.is_theirs(r))
     parts = []
-    for kind, what in (
-        (Build, "objects compiled"),
-        (Check, "checks against the fp64 reference"),
-        (Trial, "timings"),
+    for kind, one, several in (
+        (Build, "object compiled", "objects compiled"),
+        (Check, "check against the fp64 reference", "checks against the fp64 reference"),
+        (Trial, "timing", "timings"),
     ):
-        # A peer without a time has a line of its own.
-        records = [r for r in source.records if isinstance(r, kind) and not peers.is_theirs(r)]
-        failed = sum(r.status != "ok" for r in records)
-        parts.append(f"{len(records)} {what} ({failed} failed)")
+        n = counts[kind, True] + counts[kind, False]
+        parts.append(f"{n} {one if n == 1 else several} ({counts[kind, False]} failed)")
     seconds = sum(r.seconds for r in source.records if isinstance(r, Cell))
     return f"{'; '.join(parts)}. Timing took {seconds:.0f} s."
 
@@ -630,7 +630,9 @@ def bases(source: LoadedRun) -> list[Contract]:
     Those of which a cell was tried, or a check failed: of what only passed its check there is
         nothing to say yet.
     """
-    found = {r.problem.contract for r in source.records if isinstance(r, (Cell, Trial))}
+    # by problem first: a hundred trials share one
+    tried = {r.problem for r in source.records if isinstance(r, (Cell, Trial))}
+    found = {problem.contract for problem in tried}
     found |= {r.contract for r in source.records if isinstance(r, Check) and r.status != "ok"}
     plain = Contract()
 

@@ -2,6 +2,7 @@
 was tried there, with its last stage.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,14 +35,15 @@ def frame(runs: Sequence[LoadedRun]) -> pd.DataFrame:
     """One row a cell and implementation; a failed one has its reason and no times."""
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     # Column by column: a row each as a dict, 200,000 of them, would be made and taken apart again.
-    own = [columns[name] for name in _ROW]
+    own = []
     for run in runs:
         for problem, found in rows(run):
             for name, value in zip(_CELL, _cell(run, problem), strict=True):
                 columns[name] += [value] * len(found)
-            for _, row in found:
-                for column, value in zip(own, msgspec.structs.astuple(row), strict=True):
-                    column.append(value)
+            own += [row for _, row in found]
+    for name in _ROW:
+        # by columns: of 140,000 rows of 40 values it takes a fifth of the time
+        columns[name] = list(map(operator.attrgetter(name), own))
     return pd.DataFrame(
         {name: pd.Series(columns[name], dtype=_DTYPES[kind]) for name, kind in COLUMNS.items()}
     )

@@ -220,8 +220,10 @@ def rows(run: LoadedRun) -> Iterator[tuple[Problem, list[tuple[Trial, Row]]]]:
     """Each cell with the trials that count there and what they say."""
     verified = _verified(run.records)
     for problem, trials in run.counted.items():
-        moved = sol.bytes_moved(problem), sol.floor_bytes(problem)
-        found = [_row(run, t, verified, *moved) for t in trials]
+        policy = run.run.policy.get("l2", "cold-clean")
+        limits = sol.Limits(problem, run.run.device, policy)
+        floor_bytes = sol.floor_bytes(problem)
+        found = [_row(run, t, verified, limits, floor_bytes) for t in trials]
         partners = {
             t.variant.id: str(t.variant.knobs["partner"])
             for t in trials
@@ -274,11 +276,11 @@ def _row(
     run: LoadedRun,
     trial: Trial,
     verified: Mapping[tuple[Contract, str], str],
-    decode_bytes: int,
+    limits: sol.Limits,
     floor_bytes: int,
 ) -> Row:
     problem, variant = trial.problem, trial.variant
-    moved = floor_bytes if trial.role == "floor" else decode_bytes
+    moved = floor_bytes if trial.role == "floor" else limits.moved
     # What a peer moves beyond what it must, by its adapter's word.
     moved += int(variant.knobs.get("extra_bytes", 0))
     # A floor computes nothing that could be wrong.
@@ -299,11 +301,11 @@ def _row(
         row.power_capped = problem in run.power_capped
         if isinstance(trial.kernels, tuple) and trial.kernels:
             row.kernels = " + ".join(trial.kernels)
-        _add_times(run, trial, row)
+        _add_times(run, trial, row, limits)
     return row
 
 
-def _add_times(run: LoadedRun, trial: Trial, row: Row) -> None:
+def _add_times(run: LoadedRun, trial: Trial, row: Row, limits: sol.Limits) -> None:
     stats = summary(trial.samples_us)
     row.median_us = us = round(stats.median_us, 3)
     row.mean_us = round(stats.mean_us, 3)
@@ -318,9 +320,7 @@ def _add_times(run: LoadedRun, trial: Trial, row: Row) -> None:
     if trial.role == "floor":
         return
     try:
-        row.bound = sol.classify(
-            trial.problem, us, run.run.device, run.run.policy.get("l2", "cold-clean")
-        )
+        row.bound = limits.bound(us)
     except MeasurementError as e:
         # More than the DRAM can do is no result, whatever it would do for the tables.
         row.status, row.reason = "impossible", str(e)[:REASON_CHARACTERS]
@@ -357,24 +357,26 @@ def _relate(
     )
     chosen = next((r for r in timed if r.chosen), None)
     ours = {r.variant: r for r in timed if r.role == "partner"}
+    # What else must move, at the rate at which the floor moves states.
+    share = sol.bytes_moved(problem) / sol.floor_bytes(problem)
     for row in timed:
-        _add_floors(problem, row, floors)
+        _add_floors(share, row, floors)
         if row.role != "floor":
             # Like with like: a call that does more is set beside ours with the same added.
             mine = ours.get(partners[row.variant]) if row.variant in partners else chosen
             _compare(row, default_us, mine)
 
 
-def _add_floors(problem: Problem, row: Row, floors: Mapping[str, float]) -> None:
-    """Fills in a row's time over its cell's floors, the first of which is the cell's own."""
+def _add_floors(share: float, row: Row, floors: Mapping[str, float]) -> None:
+    """Fills in a row's time over its cell's floors, the first of which is the cell's own. share:
+    the bytes that must move over the floor's.
+    """
     if row.median_us is None:
         return
     name = next(iter(floors), NOTHING)
     if floor_us := floors.get(name):
         row.floor, row.floor_us = name, floor_us
         row.over_floor = round(row.median_us / floor_us, 4)
-        # What else must move, at the rate at which the floor moves states.
-        share = sol.bytes_moved(problem) / sol.floor_bytes(problem)
         row.over_bytes_floor = round(row.over_floor / share, 4)
     if by_index_us := floors.get(BY_INDEX):
         row.over_index_floor = round(row.median_us / by_index_us, 4)

@@ -4,6 +4,7 @@ written.
 
 import contextlib
 import errno
+import gc
 import hashlib
 import json
 import lzma
@@ -45,13 +46,44 @@ PROBLEM = Problem(Contract(state_dtype="fp32"), 4, 2, 8)
 VARIANT = Variant("recurrent", "recurrent.tv8", {"tile_v": 8, "wide": True, "order": "early"})
 RECORDS = [
     Build(
-        kernel="recurrent", variant=VARIANT.id, object_key="k", status="ok", seconds=0.5, registers=40, spill_bytes=0
+        kernel="recurrent",
+        variant=VARIANT.id,
+        object_key="k",
+        status="ok",
+        seconds=0.5,
+        registers=40,
+        spill_bytes=0,
     ),
-    Build(kernel="recurrent", variant="recurrent.tv9", object_key="k", status="failed", reason="ptxas: no\n"),
+    Build(
+        kernel="recurrent",
+        variant="recurrent.tv9",
+        object_key="k",
+        status="failed",
+        reason="ptxas: no\n",
+    ),
     Check(contract=PROBLEM.contract, variant=VARIANT.id, status="ok", error=1e-7),
-    Trial(problem=PROBLEM, variant=VARIANT, role="floor", stage="screen", status="timeout", reason="30 s"),
-    Trial(problem=PROBLEM, variant=VARIANT, stage="final", status="ok", samples_us=[3.0, 3.125], seconds=1.0),
-    Cell(problem=PROBLEM, status="ok", stop="final_rounds", clocks_before={"sm_mhz": 1980, "event_reasons": []}),
+    Trial(
+        problem=PROBLEM,
+        variant=VARIANT,
+        role="floor",
+        stage="screen",
+        status="timeout",
+        reason="30 s",
+    ),
+    Trial(
+        problem=PROBLEM,
+        variant=VARIANT,
+        stage="final",
+        status="ok",
+        samples_us=[3.0, 3.125],
+        seconds=1.0,
+    ),
+    Cell(
+        problem=PROBLEM,
+        status="ok",
+        stop="final_rounds",
+        clocks_before={"sm_mhz": 1980, "event_reasons": []},
+    ),
 ]
 
 
@@ -84,7 +116,11 @@ def test_a_line_is_plain_json(tmp_path):
         assert j.records[0].samples_us == [1.235, 2.0]
     header, line = map(json.loads, j.path.read_text().splitlines())
     assert (header["kind"], header["schema"]) == ("run", "gdntune.journal/1")
-    assert (line["kind"], line["samples_us"], line["variant"]["knobs"]["tile_v"]) == ("trial", [1.235, 2.0], 8)
+    assert (line["kind"], line["samples_us"], line["variant"]["knobs"]["tile_v"]) == (
+        "trial",
+        [1.235, 2.0],
+        8,
+    )
 
 
 def test_digest_is_the_files(tmp_path):
@@ -98,7 +134,9 @@ def test_the_first_header_stays(tmp_path):
     with written(tmp_path):
         pass
     device = msgspec.structs.replace(RUN.device, peak_gb_s=3000.0, peak_source="measured")
-    later = msgspec.structs.replace(RUN, started="later", command="again", peaks={"measured": 1.0}, device=device)
+    later = msgspec.structs.replace(
+        RUN, started="later", command="again", peaks={"measured": 1.0}, device=device
+    )
     with Journal.open(tmp_path, later) as j:
         assert j.run == RUN
 
@@ -129,14 +167,20 @@ APART = {
     "device, with all that follows from it": (
         {},
         {
-            "device": msgspec.structs.replace(target("sm_90a"), kind="cpu", name="EPYC", arch="x86"),
+            "device": msgspec.structs.replace(
+                target("sm_90a"), kind="cpu", name="EPYC", arch="x86"
+            ),
             "kernels": {"cpu_recurrent": "f3"},
             "policy": {"timer": "cpu", "l2": "cold-clean"},
         },
         "device: NVIDIA H100 80GB HBM3, sm_90a, 132 SMs, 52428800 bytes of L2, 85899345920 of memory in the journal, EPYC, x86, 132 SMs, "
         "52428800 bytes of L2, 85899345920 of memory now (--device, --index, or another machine)",
     ),
-    "kernels": ({}, {"kernels": {"recurrent": "f2"}}, "code of recurrent: f1 in the journal, f2 now (it was edited)"),
+    "kernels": (
+        {},
+        {"kernels": {"recurrent": "f2"}},
+        "code of recurrent: f1 in the journal, f2 now (it was edited)",
+    ),
     "policy": (
         {},
         {"policy": {"timer": "events", "l2": "warm"}},
@@ -215,7 +259,9 @@ def test_a_journal_that_cannot_be_written_is_no_claim(tmp_path):
     """What stands where the journal should be is refused at once, and the lock released."""
     (tmp_path / journal.FILE).mkdir()
     for _ in range(2):
-        with pytest.raises(JournalError, match=r"journal.jsonl: Is a directory; choose another folder \(--out\)"):
+        with pytest.raises(
+            JournalError, match=r"journal.jsonl: Is a directory; choose another folder \(--out\)"
+        ):
             Journal.claim(tmp_path, RUN)
 
 
@@ -228,7 +274,9 @@ def test_an_older_header_stays(tmp_path):
     (tmp_path / journal.FILE).write_bytes(line)
     with Journal.open(tmp_path, msgspec.structs.replace(RUN, cells=8, rounds=200)) as j:
         assert j.run == RUN
-    assert j.path.read_bytes() == line and journal.digest(RUN, []) == hashlib.sha256(line).hexdigest()
+    assert (
+        j.path.read_bytes() == line and journal.digest(RUN, []) == hashlib.sha256(line).hexdigest()
+    )
 
 
 def test_torn_at_any_byte(tmp_path, monkeypatch):
@@ -249,8 +297,7 @@ def test_torn_at_any_byte(tmp_path, monkeypatch):
 
 
 def test_torn_header(tmp_path):
-    """A journal killed while its header was written starts anew; `read` says that it holds nothing.
-    """
+    """A journal killed while its header was written starts anew; `read` says that it holds nothing."""
     with written(tmp_path, []) as j:
         data = j.path.read_bytes()
     for end in (0, 1, len(data) - 1):
@@ -266,15 +313,16 @@ def test_torn_header(tmp_path):
     "damage", [b"", b"{", b"\0\0\0", b"\xff", b"[" * 3000, b'{"kind":"trail"}', b'{"kind":"cell"}']
 )
 def test_a_damaged_line_is_refused_by_number(tmp_path, number, damage):
-    """A whole line that does not parse is no torn one: its number is named, and nothing is changed.
-    """
+    """A whole line that does not parse is no torn one: its number is named, and nothing is changed."""
     with written(tmp_path) as j:
         lines = j.path.read_bytes().split(b"\n")
     lines[number - 1] = damage
     data = b"\n".join(lines)
     j.path.write_bytes(data)
     for opener in (lambda: journal.read(tmp_path), lambda: Journal.open(tmp_path, RUN)):
-        with pytest.raises(JournalError, match=rf"journal.jsonl: line {number}: .*restore the file"):
+        with pytest.raises(
+            JournalError, match=rf"journal.jsonl: line {number}: .*restore the file"
+        ):
             opener()
     assert j.path.read_bytes() == data
 
@@ -283,7 +331,10 @@ def test_a_fault_in_a_line_is_explained(tmp_path):
     """A wrong value in a line is told with its path and what is expected."""
     with written(tmp_path) as j:
         j.path.write_bytes(j.path.read_bytes().replace(b'"status":"timeout"', b'"status":"time"'))
-    with pytest.raises(JournalError, match=r"line 5: \$.status is 'time' .*expected one of ok, failed, crashed, timeout"):
+    with pytest.raises(
+        JournalError,
+        match=r"line 5: \$.status is 'time' .*expected one of ok, failed, crashed, timeout",
+    ):
         journal.read(tmp_path)
 
 
@@ -293,7 +344,9 @@ def test_headers_stand_first_and_once(tmp_path):
         header, rest = j.path.read_bytes().split(b"\n", 1)
     for data, number in ((rest, 1), (header + b"\n" + header + b"\n", 2)):
         j.path.write_bytes(data)
-        with pytest.raises(JournalError, match=f"line {number}: a run's header must be the first line and no other"):
+        with pytest.raises(
+            JournalError, match=f"line {number}: a run's header must be the first line and no other"
+        ):
             journal.read(tmp_path)
 
 
@@ -312,7 +365,9 @@ def test_full_disk(tmp_path, monkeypatch):
         before = j.path.read_bytes()
         with monkeypatch.context() as m:
             m.setattr(journal.os, "write", half)
-            with pytest.raises(JournalError, match="No space left on device; .*all 6 before it: free some space"):
+            with pytest.raises(
+                JournalError, match="No space left on device; .*all 6 before it: free some space"
+            ):
                 j.append(RECORDS[0])
         assert j.path.read_bytes() == before
         assert j.records == RECORDS
@@ -336,7 +391,9 @@ def test_file_size_limit(tmp_path):
         assert j.path.read_bytes() == before
 
 
-@pytest.mark.parametrize("raised", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")], ids=repr)
+@pytest.mark.parametrize(
+    "raised", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")], ids=repr
+)
 def test_interrupted_before_the_disk_has_it(tmp_path, monkeypatch, raised):
     """A record whose fsync does not return is taken back."""
     with written(tmp_path) as j:
@@ -397,7 +454,14 @@ def test_what_json_cannot_hold_is_refused(tmp_path):
 @given(st.lists(st.floats(min_value=0, max_value=1e9), max_size=5), st.text(max_size=20))
 def test_any_trial_reads_back_within_a_nanosecond(samples, reason):
     """Any samples and any reason survive, and writing what was read gives the same line."""
-    trial = Trial(problem=PROBLEM, variant=VARIANT, stage="screen", status="ok", samples_us=samples, reason=reason)
+    trial = Trial(
+        problem=PROBLEM,
+        variant=VARIANT,
+        stage="screen",
+        status="ok",
+        samples_us=samples,
+        reason=reason,
+    )
     line = journal.encode(trial)
     back = msgspec.json.decode(line, type=Trial)
     assert line.count(b"\n") == 1
@@ -423,7 +487,9 @@ def test_no_journal(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "data", [b"batch,tokens\n1,1\n", b"name: tiny\n", b'{\n "a": 1}\n', b"[1]", b"\x89PNG", b"{}\n"], ids=repr
+    "data",
+    [b"batch,tokens\n1,1\n", b"name: tiny\n", b'{\n "a": 1}\n', b"[1]", b"\x89PNG", b"{}\n"],
+    ids=repr,
 )
 def test_a_file_that_is_no_journal(tmp_path, data):
     """Fault: of a CSV or a config that was given as a journal the user was told to cut out the
@@ -461,10 +527,13 @@ def test_a_folder_that_is_a_file(tmp_path):
     """
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        JournalError, match="file: cannot be written: it is a file, and a folder is wanted; choose a folder"
+        JournalError,
+        match="file: cannot be written: it is a file, and a folder is wanted; choose a folder",
     ):
         Journal.open(tmp_path / "file", RUN)
-    with pytest.raises(JournalError, match="sweep: cannot be written: .*/file is a file, .*choose a folder"):
+    with pytest.raises(
+        JournalError, match="sweep: cannot be written: .*/file is a file, .*choose a folder"
+    ):
         Journal.open(tmp_path / "file" / "sweep", RUN)
 
 
@@ -505,7 +574,9 @@ def test_killed_writers_lose_only_the_record_at_hand(tmp_path):
     code = WRITER.format(path=[str(Path(__file__).parents[1]), *sys.path])
     chance = random.Random(0)
     for _ in range(3):
-        writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE
+        )
         assert writer.stdout.readline()  # it holds the lock now
         with pytest.raises(Locked, match=f"process {writer.pid} on"):
             Journal.open(tmp_path, RUN)
@@ -541,11 +612,15 @@ def test_records_of_a_newer_version(tmp_path):
         path = j.path
     header = path.read_bytes()
     path.write_bytes(header + b'{"kind":"power","watts":3}\n')
-    with pytest.raises(JournalError, match="line 2: a record of kind 'power', .* a newer gdntune wrote it"):
+    with pytest.raises(
+        JournalError, match="line 2: a record of kind 'power', .* a newer gdntune wrote it"
+    ):
         journal.read(path)
     newer = header.replace(b"gdntune.journal/1", b"gdntune.journal/2")
     path.write_bytes(newer)
-    with pytest.raises(JournalError, match="gdntune.journal/2 was written by .*pip install -U gdntune"):
+    with pytest.raises(
+        JournalError, match="gdntune.journal/2 was written by .*pip install -U gdntune"
+    ):
         journal.read(path)
 
 
@@ -593,7 +668,9 @@ def test_a_folder_deleted_before_its_journal_began(tmp_path):
             path.unlink()
         folder.rmdir()
         for look in (j.require_place, lambda: j.begin(RUN)):
-            with pytest.raises(JournalError, match="folder was deleted or moved while objects were"):
+            with pytest.raises(
+                JournalError, match="folder was deleted or moved while objects were"
+            ):
                 look()
     assert not folder.exists()
 
@@ -616,3 +693,16 @@ def test_numbers_that_nothing_can_be_made_of(tmp_path, old, new, said):
     path.write_bytes(path.read_bytes().replace(old, new))
     with pytest.raises(JournalError, match=rf"line \d: \$\.{re.escape(said)}"):
         journal.read(path)
+
+
+def test_reading_leaves_the_collector_as_it_was(tmp_path):
+    """Records are read without looks for cycles, which took half of the time; afterwards, also
+    after a fault, the collector does what it did.
+    """
+    assert gc.isenabled()
+    with pytest.raises(JournalError):
+        journal.read(tmp_path / "none.jsonl")
+    assert gc.isenabled()
+    with journal.uncollected(), journal.uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
