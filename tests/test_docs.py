@@ -112,3 +112,17 @@ def test_what_drafts_are_said_to_cost():
     (command,) = blocks(page, "sh")
     printed = run("-m", *command.split())
     assert printed in blocks(page, "text")
+
+
+def test_site_builds(tmp_path):
+    """mkdocs finds every page of the guide in its navigation, and every link and anchor."""
+    pytest.importorskip(
+        "material", reason="mkdocs-material is not installed: pip install -e '.[dev]'"
+    )
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", tmp_path / "site"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    named = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert named == {p.name for p in (ROOT / "docs").glob("*.md")}
+    assert (tmp_path / "site" / "walks" / "index.html").exists()

@@ -83,7 +83,8 @@ def table_which(
     if as_json:
         print_json({"device": device, "tables": rows})
         return
-    typer.echo(f"{device.name}: {device.arch}, {device.sm_count} SMs or threads")
+    units = "threads" if device.kind == "cpu" else "SMs"
+    typer.echo(f"{device.name}: {device.arch}, {device.sm_count} {units}")
     for row in rows:
         typer.echo(f"  {row['op']}: {row['table'] or 'none'}")
         typer.echo(f"    {row['why']}")
@@ -113,12 +114,24 @@ def _which(op: str, device: Any, source: Any) -> dict[str, Any]:
         )
     if of.arch != device.arch:
         warnings.append(f"measured on {of.arch}; on {device.arch} nothing of it was timed")
+    if (share := _balance(device, of)) and max(share, 1 / share) > 1.25:
+        warnings.append(
+            f"an SM has {share:.1f} times the DRAM bandwidth that it has on the {of.name}: results"
+            " are right, choices may be far from the best; sweep before you rely on speed"
+        )
     why = {
         "nearest": f"shipped for {of.name}, the nearest by SMs and bandwidth; a sweep makes your own",
         "shipped": f"shipped for {of.name}",
         "the user's": "installed by you",
     }.get(source.why, f"named by {source.why}")
     return {"op": op, "table": str(source.path), "why": why, "warnings": warnings}
+
+
+def _balance(device: Any, of: Any) -> float | None:
+    """The DRAM bandwidth of one SM over that of another GPU; None where a peak is not known."""
+    if device.kind != "cuda" or not device.peak_gb_s or not of.peak_gb_s:
+        return None
+    return (device.peak_gb_s / device.sm_count) / (of.peak_gb_s / of.sm_count)
 
 
 def register(tables: typer.Typer) -> None:
