@@ -20,7 +20,7 @@ class ConfigError(GdntuneError, ValueError):
 
 
 class TableError(GdntuneError, ValueError):
-    """A dispatch table that cannot be trusted: names file, JSON path, value and what is expected."""
+    """A table that cannot be trusted: names file, JSON path, value and what is expected."""
 
 
 class JournalError(GdntuneError, ValueError):
@@ -32,7 +32,7 @@ class UnknownName(GdntuneError, LookupError):
 
 
 class ToolMissing(GdntuneError, RuntimeError):
-    """A compiler, library, device or permission that is not here; the message says how to get it."""
+    """A compiler, library, device or permission that is not here, and how to get it."""
 
 
 class BuildError(GdntuneError, RuntimeError):

@@ -74,8 +74,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             accepted, under = ("graph",), " under l2='chain'"
         if self.timer not in ("auto", *accepted):
             raise UnsupportedProblem(
-                f"timer={self.timer!r} on {device.kind} ({device.name}){under}: expected one of auto,"
-                f" {listed(accepted)}"
+                f"timer={self.timer!r} on {device.kind} ({device.name}){under}: expected one of"
+                f" auto, {listed(accepted)}"
             )
         if len(accepted) == 1 or self.timer in ("events", "graph"):
             return (

@@ -28,7 +28,7 @@ STATE_SPREAD = 0.5
 
 
 def whole(x: Tensor) -> Tensor:
-    """The whole storage of x as a flat tensor that shares it: gaps between rows and slots included."""
+    """The whole storage of x as a flat tensor that shares it, gaps between rows and slots too."""
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
 
 

@@ -16,7 +16,7 @@ BLOCK = {"cpu": (1 << 20) + 1237, "cuda": (1 << 26) + 1237}
 
 
 class Draw:
-    """Random tensors of one device and one seed. What a seed gives depends on the order of calls."""
+    """Random tensors of one device and one seed. What a seed gives hangs on the order of calls."""
 
     def __init__(self, device: torch.device, seed: int):
         self.device = device

@@ -192,7 +192,8 @@ def _computed(
     contract: Contract, given: Given, where: Places, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By request: the outputs [B, T, HV, V]; the states [B, T, HV, V, K] after each token, or the
-    last alone [B, 1, ...] where none between is wanted; the outputs' reach [B, T, HV] (see `Trace`).
+    last alone [B, 1, ...] where none between is wanted; the outputs' reach [B, T, HV] (see
+    `Trace`).
     """
     real, HV, K = where.real, given.v.shape[2], given.q.shape[-1]
     query, key = (_tokens(x, where, dtype) for x in (given.q, given.k))

@@ -130,8 +130,8 @@ def sweep(
     folder.
 
     Several devices share the cells; a cell's variants are all timed on one. A sweep that was
-    stopped is resumed by the same command. Variants that fail are counted; the exit code is 0 where a table
-    was made, else 1.
+    stopped is resumed by the same command. Variants that fail are counted; the exit code is 0 where
+    a table was made, else 1.
     """
     import msgspec
 
@@ -146,8 +146,8 @@ def sweep(
     judged = [load(path) for path in table or ()]
     if arch and not dry_run:
         raise UnsupportedProblem(
-            f"--arch {arch} without --dry-run: a sweep times the device that is here; add --dry-run,"
-            " or compile for it: `gdntune compile CONFIG --arch NAME`"
+            f"--arch {arch} without --dry-run: a sweep times the device that is here; add"
+            " --dry-run, or compile for it: `gdntune compile CONFIG --arch NAME`"
         )
     if arch:
         shared, found = indices(devices, executor), target_of(arch)
@@ -515,7 +515,8 @@ def expect(
     jobs: Jobs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate a GPU that is not here: registers and occupancy of every variant, and times by a model.
+    """Estimate a GPU that is not here: registers and occupancy of every variant, and times by a
+    model.
 
     Registers, spills, shared memory and occupancy are the compiler's; times are carried over from
     journals of another GPU and marked as expected, not measured. The exit code is 1 where a variant

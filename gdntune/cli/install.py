@@ -120,7 +120,7 @@ def _which(op: str, device: Any, source: Any) -> dict[str, Any]:
             " are right, choices may be far from the best; sweep before you rely on speed"
         )
     why = {
-        "nearest": f"shipped for {of.name}, the nearest by SMs and bandwidth; a sweep makes your own",
+        "nearest": f"shipped for {of.name}, nearest by SMs and bandwidth; a sweep makes your own",
         "shipped": f"shipped for {of.name}",
         "the user's": "installed by you",
     }.get(source.why, f"named by {source.why}")

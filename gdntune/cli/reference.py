@@ -18,7 +18,7 @@ Generated: `python -m gdntune.cli.reference > docs/reference.md`.
 
 ENVIRONMENT = {
     "GDNTUNE_TABLE": "a table's file that the runtime uses instead of installed and shipped ones",
-    "GDNTUNE_BUNDLE": "a folder of compiled objects that the runtime loads, so that nothing is compiled",
+    "GDNTUNE_BUNDLE": "a folder of compiled objects to load, so that nothing is compiled",
     "GDNTUNE_CACHE_DIR": "where compiled objects are kept; by default the user's cache folder",
     "GDNTUNE_CHECK": "1: calls check indices and counts on the host, which synchronises",
     "GDNTUNE_LLC_MIB": "the CPU's last-level cache, where a virtual machine reports its host's",
@@ -39,7 +39,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "kernels": "if given, only these kernels, and only the listed values of the listed knobs",
         "policy": "timer and L2 policy, see below",
         "search": "how much is spent per cell, see below",
-        "parts": "several sets of cells in one file, each with a `name`; keys above are their defaults",
+        "parts": "sets of cells in one file, each with a `name`; keys above are their defaults",
     },
     "`model`": {
         "H": "q/k heads",
@@ -73,13 +73,13 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "keep": "leaders timed again",
         "final_rounds": "samples of each leader",
         "placements": "sets of tensors, elsewhere in memory, that share the final rounds",
-        "fresh_rounds": "samples of each choice once it was made, and of its rivals: the table's evidence; 0: none",
-        "precision": "once choices are made, rounds go on until the 95% intervals of ratios to them are this narrow; 0: not",
+        "fresh_rounds": "samples of choices and rivals afterwards: the table's evidence; 0: none",
+        "precision": "fresh rounds go on until 95% intervals of ratios are this narrow; 0: not",
         "max_cell_seconds": "a cell's timing ends here",
         "regret": "what the choice may lose for one interval or variant less",
         "bisect": "refines crossovers until neighbours' work units are within this ratio",
         "extra_cells": "cells per contract that bisect may add",
-        "held_out": "cells that judge the table and have no part in it: a number per contract, or a list",
+        "held_out": "cells that judge the table, no part of it: a number per contract, or a list",
         "workload": "steps of a serving engine (a list or a CSV), by which cells share the samples",
     },
 }

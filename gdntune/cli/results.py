@@ -467,8 +467,8 @@ def table_diff(
     b: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show the work units at which two tables differ in their choices; the exit code is 1 where there are
-    any.
+    """Show the work units at which two tables differ in their choices; the exit code is 1 where
+    there are any.
     """
     from gdntune.report.comparisons import diff_document
     from gdntune.results import merge, table
@@ -641,8 +641,8 @@ def _explain_verify(
         print_json(found)
         return
     typer.echo(
-        f"T={contract.tokens}, {work_units} work units a layer, {layers} layers, each draft accepted"
-        f" with {accept_rate:g}, on {table.device.name}; microseconds a layer"
+        f"T={contract.tokens}, {work_units} work units a layer, {layers} layers, each draft"
+        f" accepted with {accept_rate:g}, on {table.device.name}; microseconds a layer"
     )
     for way in found:
         typer.echo(

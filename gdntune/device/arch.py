@@ -271,7 +271,7 @@ def _detect_cpu() -> Device:
 
 
 def _cpu_identity(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
-    """The CPU's model name and its flags; the flags are empty where the system does not list them."""
+    """The CPU's model name, and its flags; none where the system does not list them."""
     fields: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in cpuinfo.read_text().splitlines():

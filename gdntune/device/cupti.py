@@ -41,8 +41,8 @@ class Recorder:
         self._records: list[Record] = []
         kinds = cupti.ActivityKind
         self._kinds = (kinds.CONCURRENT_KERNEL, kinds.MEMCPY, kinds.MEMSET)
-        # 8 MiB a buffer, as many records as fit: each buffer that fills up is a callback while calls
-        # are being timed.
+        # 8 MiB a buffer, as many records as fit: each buffer that fills up is a callback while
+        # calls are being timed.
         cupti.activity_register_callbacks(lambda: (8 << 20, 0), self._completed)
 
     def _completed(self, activities: Any) -> None:
@@ -99,10 +99,8 @@ def fault() -> str | None:
     except Exception as error:  # noqa: BLE001  cupti-python's own error class has moved between its versions
         reason = f"CUPTI cannot be used ({type(error).__name__}: {error})"
     remedies = [text for key, text in _REMEDY.items() if key in reason]
-    return (
-        f"{reason};"
-        f" {remedies[0] if remedies else 'see that driver, CUDA and cupti-python are of one major version'}"
-    )
+    versions = "see that driver, CUDA and cupti-python are of one major version"
+    return f"{reason}; {remedies[0] if remedies else versions}"
 
 
 def _probe() -> None:

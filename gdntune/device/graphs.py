@@ -1,4 +1,4 @@
-"""Work recorded in CUDA graphs: times of replays, and what one recording takes more than another."""
+"""Work recorded in CUDA graphs: times of replays, and what one takes more than another."""
 
 import contextlib
 import statistics

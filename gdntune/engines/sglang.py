@@ -1,10 +1,10 @@
 """SGLang: decode, packed decode and verify of its GDN and KDA layers by our kernels.
 
-With GDNTUNE_SGLANG=1 the plug-in, an entry point of `sglang.srt.plugins`, adds the backend `gdntune`
-to `--linear-attn-decode-backend` and its kin, and hooks the construction of the two dispatchers:
-where decode or verify is `gdntune` or `triton`, their kernels call ours. What ours does not serve
-runs SGLang's own kernel, with one line of log; trees of drafts always do, as with its other
-backends. A backend that was chosen explicitly, FlashInfer or CuTe DSL, stays.
+With GDNTUNE_SGLANG=1 the plug-in, an entry point of `sglang.srt.plugins`, adds the backend
+`gdntune` to `--linear-attn-decode-backend` and its kin, and hooks the construction of the two
+dispatchers: where decode or verify is `gdntune` or `triton`, their kernels call ours. What ours
+does not serve runs SGLang's own kernel, with one line of log; trees of drafts always do, as with
+its other backends. A backend that was chosen explicitly, FlashInfer or CuTe DSL, stays.
 
 States are [slots, HV, V, K], any slot stride; indices int32; padding is null_index and below 0.
 """
@@ -157,7 +157,8 @@ def decode(
     """
     packed, parameters = _rows(q, k, v, a, b, A_log, dt_bias, lower_bound, kda)
     return rows.decode(
-        _function(kda), packed, parameters | {"initial_state": ssm_states, "null_index": null_index},
+        _function(kda), packed,
+        parameters | {"initial_state": ssm_states, "null_index": null_index},
         slots=cache_indices, accepted=None, cu_seqlens=query_start_loc, output=None,
     )  # fmt: skip
 

@@ -56,7 +56,8 @@ def replaced() -> dict[str, Function]:
 
 
 def fault(
-    op: str, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
+    op: str, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+    state: Tensor | None,
     rest: dict[str, Any],
 ) -> str | None:  # fmt: skip
     """Why a step is not served; None where it is. Looks at nothing but types and sizes, so that
@@ -88,7 +89,8 @@ def fault(
 
 
 def step(
-    op: str, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
+    op: str, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+    state: Tensor | None,
     output_final_state: bool, use_qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Decodes query, key [B, T, H, K], value [B, T, HV, V] with log decay g and beta; returns the

@@ -118,8 +118,8 @@ def sigmoid_gating_update(
     *,
     null_index: int,
 ) -> tuple[Tensor, Tensor]:
-    """GDN or KDA on packed rows q, k [1, L, H, K], v [1, L, HV, V] from raw gates a, b [L, HV] (KDA:
-    a [L, HV, K]): plain decode by slots [N], drafts by slots [N, S].
+    """GDN or KDA on packed rows q, k [1, L, H, K], v [1, L, HV, V] from raw gates a, b [L, HV]
+    (KDA: a [L, HV, K]): plain decode by slots [N], drafts by slots [N, S].
     """
     if initial_state is None or ssm_state_indices is None or cu_seqlens is None:
         raise UnsupportedProblem("states without a pool, slots or cu_seqlens: expected all three")

@@ -190,7 +190,7 @@ def file_sha256(path: Path) -> str:
 
 
 def scratch_folder(instead: Path | None = None) -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder, in `instead` where the system has no place for one; ToolMissing without."""
+    """A temporary folder, in `instead` where the system has no place; ToolMissing without."""
     try:
         return tempfile.TemporaryDirectory(prefix="gdntune-", ignore_cleanup_errors=True)
     except FileNotFoundError as e:

@@ -1,4 +1,4 @@
-"""What a report says of published figures: their shares of their DRAM's peak beside ours of ours."""
+"""What a report says of published figures: shares of their DRAM's peak beside ours of ours."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -62,7 +62,7 @@ class Line(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A part of a column of the map of winners, in work units, its end excluded; None: without end."""
+    """A part of a column of the map of winners, in work units, without its end; None: no end."""
 
     column: int
     first: float

@@ -51,9 +51,7 @@ def html(document: Document, facts: Sequence[Fact], panels: Mapping[tuple[str, s
         "</head>",
         "<body>",
         f"<header><h1>{escape(document.title)}</h1>",
-        (
-            f"<dl>{''.join(f'<div><dd>{_text(f.value)}</dd><dt>{_text(f.what)}</dt></div>' for f in facts)}</dl>"
-        ),
+        f"<dl>{''.join(map(_fact, facts))}</dl>",
         *(part for block in summary.blocks for part in _block(block)),
         f"<nav>{''.join(links)}</nav></header>",
         "<main>",
@@ -65,6 +63,10 @@ def html(document: Document, facts: Sequence[Fact], panels: Mapping[tuple[str, s
         "</html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _fact(fact: Fact) -> str:
+    return f"<div><dd>{_text(fact.value)}</dd><dt>{_text(fact.what)}</dt></div>"
 
 
 def _anchor(i: int) -> str:
@@ -158,15 +160,13 @@ def _grid(grid: Grid, anchors: Mapping[tuple[str, str], str]) -> Iterator[str]:
     yield '<div class="scroll"><table>'
     if grid.caption:
         yield f"<caption>{_text(grid.caption)}</caption>"
-    yield (
-        f"<thead><tr>{''.join(cell(h, i, None, 'th') for i, h in enumerate(grid.headers))}</tr></thead><tbody>"
-    )
+    heads = "".join(cell(h, i, None, "th") for i, h in enumerate(grid.headers))
+    yield f"<thead><tr>{heads}</tr></thead><tbody>"
     for i, row in enumerate(grid.rows):
         shades = grid.shades[i] if grid.shades else (None,) * len(row)
         to = anchors.get(grid.subjects[i]) if grid.subjects else None
-        yield (
-            f"<tr>{''.join(cell(c, j, s, anchor=to) for j, (c, s) in enumerate(zip(row, shades, strict=True)))}</tr>"
-        )
+        pairs = enumerate(zip(row, shades, strict=True))
+        yield f"<tr>{''.join(cell(c, j, s, anchor=to) for j, (c, s) in pairs)}</tr>"
     yield "</tbody></table></div>"
 
 

@@ -56,7 +56,8 @@ def _grid(grid: Grid) -> Iterator[str]:
     if grid.caption:
         yield from (f"**{grid.caption}**", "")
     yield line(grid.headers)
-    yield (
-        f"| {' | '.join('-' * w if i < grid.left else '-' * (w - 1) + ':' for i, w in enumerate(widths))} |"
+    # A colon at the end aligns numbers to the right.
+    yield line(
+        tuple("-" * w if i < grid.left else "-" * (w - 1) + ":" for i, w in enumerate(widths))
     )
     yield from map(line, grid.rows)

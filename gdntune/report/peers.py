@@ -219,8 +219,8 @@ def lines(frame: "pd.DataFrame", records: list[Record]) -> Iterator[str]:
                 ratio_, low, high = found["mean_ratio"]
                 said.append(
                     f"by means {ratio_:.3f} ({low:.3f} to {high:.3f}, {CONFIDENCE:.0%} bootstrap"
-                    f" interval): ours is FASTER at {found['FASTER']}, TIE at {found['TIE']}, SLOWER"
-                    f" at {found['SLOWER']}, UNCLEAR at {found['UNCLEAR']}"
+                    f" interval): ours is FASTER at {found['FASTER']}, TIE at {found['TIE']},"
+                    f" SLOWER at {found['SLOWER']}, UNCLEAR at {found['UNCLEAR']}"
                 )
         if untimed := found["untimed"]:
             said.append(

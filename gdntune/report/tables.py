@@ -22,8 +22,8 @@ def table_document(table: Table, source: str, stale: Sequence[str] = ()) -> Docu
         f"Policy: {', '.join(f'{k} {v}' for k, v in sorted(table.policy.items()))}.",
         (
             f"From {origin.config}, {origin.started}: {origin.cells} cells, {origin.trials} trials,"
-            f" {sum(n for kind, n in origin.failures.items() if kind != 'noisy')} failures; journal sha256"
-            f" {origin.journal_sha256[:16]}."
+            f" {sum(n for kind, n in origin.failures.items() if kind != 'noisy')} failures;"
+            f" journal sha256 {origin.journal_sha256[:16]}."
         ),
         f"Regret at the measured cells: {origin.regret_max:.2%} at most, {origin.regret_mean:.2%}"
         " on average"

@@ -13,7 +13,8 @@ from gdntune.report.document import Bullets, Code, Document, Grid, Text
 SHADES = ((0.85, "green"), (0.7, "yellow"), (0.5, "dark_orange"), (0.0, "red"))
 
 
-# To so many columns of text a column of words may shrink: to the second where the first has no room.
+# To so many columns of text a column of words may shrink: to the second where the first has no
+# room.
 FOLDED, NARROW = 16, 11
 
 

@@ -35,7 +35,9 @@ TENSORS = (
     " intermediate_state_indices ssm_state_indices num_accepted_tokens cu_seqlens output"
 ).split()
 STATIC = ("state_layout", "batch_invariant", "disable_state_update", "max_tokens")
-NUMBERS = "scale softplus_beta softplus_threshold null_index use_qk_l2norm allow_neg_eigval lower_bound".split()
+NUMBERS = (
+    "scale softplus_beta softplus_threshold null_index use_qk_l2norm allow_neg_eigval lower_bound"
+).split()
 FP32_MAX, FP32_TINY = (
     float(x) for x in (torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny)
 )
@@ -119,8 +121,8 @@ def check_static(
 
 
 def check_numbers(
-    scale: Any, softplus_beta: Any, softplus_threshold: Any, null_index: Any, use_qk_l2norm: Any, allow_neg_eigval: Any,
-    lower_bound: Any = None,
+    scale: Any, softplus_beta: Any, softplus_threshold: Any, null_index: Any, use_qk_l2norm: Any,
+    allow_neg_eigval: Any, lower_bound: Any = None,
 ) -> None:  # fmt: skip
     """UnsupportedProblem for a number that fp32 does not hold, or with which a gate is NaN or
     grows, and for a flag that is none.

@@ -1,9 +1,9 @@
 """The one path of every decode call: from tensors and settings to a compiled function.
 
-A call is looked at whole on its first sight, in words (`arguments`, `contracts`). What it came to is
-kept (`records`) with a guard of its tensors (`guard`). Later calls that pass the guard need no other
-check: what is left, strides, addresses and the memory behind them, the compiled function looks at
-itself.
+A call is looked at whole on its first sight, in words (`arguments`, `contracts`). What it came to
+is kept (`records`) with a guard of its tensors (`guard`). Later calls that pass the guard need no
+other check: what is left, strides, addresses and the memory behind them, the compiled function
+looks at itself.
 """
 
 from collections.abc import Callable

@@ -24,9 +24,9 @@ def _as_strided(x: Any, size: Any, stride: Any, ahead: int) -> Any:
     return x.as_strided(size, stride, x.storage_offset() + ahead)
 
 
-# view(x, size, stride, ahead): x's memory from `ahead` elements on, as another dense tensor. By what
-# torch.compile's own programs use where torch has it: half as long, past the dispatcher, so that x
-# must be plain memory that no gradient is asked of.
+# view(x, size, stride, ahead): x's memory from `ahead` elements on, as another dense tensor. By
+# what torch.compile's own programs use where torch has it: half as long, past the dispatcher, so
+# that x must be plain memory that no gradient is asked of.
 view: Callable[..., Any] = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", _as_strided)
 
 

@@ -77,8 +77,8 @@ def gated_delta_rule_decode(
     intermediate_states_buffer: [rows, steps, HV, V, K] (v_last: [..., K, V]): receives the state
         after each token, at row n, or at row intermediate_state_indices[n]. Whether the final state
         is written too depends on disable_state_update alone.
-    ssm_state_indices: [B, 1+S]: the state after token t goes to slot [n, t]. The state to start from
-        is in column clamp(num_accepted_tokens[n], 1, 1+S) - 1, without num_accepted_tokens in
+    ssm_state_indices: [B, 1+S]: the state after token t goes to slot [n, t]. The state to start
+        from is in column clamp(num_accepted_tokens[n], 1, 1+S) - 1, without num_accepted_tokens in
         column 0. Nothing else is written, unless output_state_indices is given.
     cu_seqlens: [B+1], for ragged batches: q, k, v, gates and output are packed rows [1, total, ...]
         of requests with 0 to max_tokens tokens (at most 16, the default). Rows beyond
@@ -164,8 +164,9 @@ def gated_delta_rule_packed_decode(
     batch_invariant: bool = False,
     output: Tensor | None = None,
 ) -> Tensor:
-    """Gated DeltaNet decode of one token for each of B requests, with q, k and v side by side in one
-    tensor: the call that vLLM and SGLang make for plain decode. Returns the output [B, 1, HV, V].
+    """Gated DeltaNet decode of one token for each of B requests, with q, k and v side by side in
+    one tensor: the call that vLLM and SGLang make for plain decode. Returns the output
+    [B, 1, HV, V].
 
     mixed_qkv: [B, 2 H K + HV V], rows at any stride.
     a, b: [B, HV]; A_log, dt_bias: [HV]: raw gates.

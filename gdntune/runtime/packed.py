@@ -180,7 +180,8 @@ class Unpack:
         if output is None:
             output = mixed.new_empty(self.shape)
         tensors = (
-            state, view(mixed, self._qk, self._row, 0), view(mixed, self._qk, self._row, self._at_k),
+            state, view(mixed, self._qk, self._row, 0),
+            view(mixed, self._qk, self._row, self._at_k),
             view(mixed, self._v, self._v_row, self._at_v), view(a, self._gate, self._a_row, 0),
             view(b, self._gate, self._b_row, 0), A_log, dt_bias, index, index, None, None, None,
             None, output,

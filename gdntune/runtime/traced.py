@@ -31,7 +31,7 @@ def special(t: Tensors) -> str | None:
 
 
 def _check_transform(t: Tensors, s: Settings) -> None:
-    """Refuses transforms that decode has no rule for, and views that a kernel would read wrongly."""
+    """Refuses transforms without a rule for decode, and views that a kernel would read wrongly."""
     active = torch._C._functorch.peek_interpreter_stack()
     kind = "" if active is None else active.key().name
     if kind and kind != "Functionalize":

@@ -1,5 +1,5 @@
-"""One contract's checks, or one cell's times, on one worker, as records: tries again, and finds what
-takes a process down.
+"""One contract's checks, or one cell's times, on one worker, as records: tries again, and finds
+what takes a process down.
 """
 
 import re
@@ -206,7 +206,7 @@ def time(on: Worker, job: CellJob) -> list[Record]:
 
 
 def _probed(on: Worker, job: CellJob) -> tuple[list[Record], list[Named]]:
-    """The entries of peers that may be timed, each called once and checked; a row for the others."""
+    """The peers' entries that may be timed, each called once and checked; a row for the others."""
     records: list[Record] = []
     ready: list[Named] = []
     for name, peer in job.peers.items():

@@ -85,11 +85,11 @@ class Chain:
     """The layers of a problem: each with a pool of its own, in shuffled slots, and with its own q,
     k, v, a, b and output.
 
-    produce(layer) writes these in one kernel, and, where `packed`, q, k and v in one tensor besides,
-    from a source that is the same for all layers; the output too, which a model's allocator would
-    have handed out again and which is otherwise found in L2 only by a chain with the call.
-    use(layer) reads the output and writes as much elsewhere, as a gated norm does. All states begin
-    with the same values.
+    produce(layer) writes these in one kernel, and, where `packed`, q, k and v in one tensor
+    besides, from a source that is the same for all layers; the output too, which a model's
+    allocator would have handed out again and which is otherwise found in L2 only by a chain with
+    the call. use(layer) reads the output and writes as much elsewhere, as a gated norm does. All
+    states begin with the same values.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ else:
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole model's heads, before any sharding: H q/k heads, HV value heads, head sizes K and V."""
+    """A whole model's heads, unsharded: H q/k heads, HV value heads, head sizes K and V."""
 
     H: Count
     HV: Count
@@ -103,9 +103,9 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_cell_seconds: a cell's timing ends here, with the rounds it has. regret: how much slower
         than a cell's best the chosen variant may
     be, where that saves an interval or a variant.
-    bisect: where the choices of neighbouring cells differ, cells between them are timed until their work
-        units are within this ratio, as 1.1;
-    none where it is left out. extra_cells: how many a contract that adds at most.
+    bisect: where the choices of neighbouring cells differ, cells between them are timed until their
+        work units are within this ratio, as 1.1; none where it is left out. extra_cells: how many a
+        contract that adds at most.
     held_out: cells that the table is judged at and that have no part in it: a number for each
         contract, spread between its smallest and
     largest cell, or a list.
@@ -422,7 +422,8 @@ def parse(data: bytes | str, source: str = "<config>") -> Config:
         shared = {name: raw[name] for name in _INHERITED if name in raw}
         parts = tuple(msgspec.convert({**shared, **part}, Part) for part in written)
         config = Config(
-            name=config.name, about=config.about, device=config.device, policy=config.policy, search=config.search, parts=parts
+            name=config.name, about=config.about, device=config.device, policy=config.policy,
+            search=config.search, parts=parts,
         )  # fmt: skip
     for where, fault in _faults(config, written):
         raise ConfigError(f"{source}: {where}{fault}")

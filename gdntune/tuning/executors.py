@@ -52,7 +52,7 @@ class Worker(Protocol):
 
 
 def started(start: Any) -> None:
-    """The task of a fresh process that has nothing to prepare: its imports are done once it runs."""
+    """The task of a fresh process with nothing to prepare: its imports are done once it runs."""
 
 
 class Begun:

@@ -1,4 +1,5 @@
-"""Makes a wheel of compiled kernels: `python -m gdntune.tuning.kernel_wheel ARCH FOLDER [TABLE...]`.
+"""Makes a wheel of compiled kernels: `python -m gdntune.tuning.kernel_wheel ARCH FOLDER
+[TABLE...]`.
 
 It holds what the shipped tables of an architecture (or those given) can choose for their own
 contracts, as a bundle in a package that the runtime finds by its name: gdntune-kernels-sm90a.
@@ -49,8 +50,9 @@ def make_wheel(
         raise BuildError(f"{failed[0].spec.name} does not compile: {failed[0].reason}")
     with tempfile.TemporaryDirectory() as made:
         bundle = write_bundle(store, [spec for spec, _ in objects], Path(made))
+        about = f"Compiled kernels of gdntune {__version__} for {device.arch}."
         files = {
-            "__init__.py": f'"""Compiled kernels of gdntune {__version__} for {device.arch}."""\n'.encode(),
+            "__init__.py": f'"""{about}"""\n'.encode(),
             "bundle.json": (Path(made) / "bundle.json").read_bytes(),
             bundle.library: (Path(made) / bundle.library).read_bytes(),
         }

@@ -25,7 +25,8 @@ FIRST_LOOK_ROUNDS = 3
 FIRST_LOOK_KEEPS = 3
 LEAST_KEPT = 8
 FLOOR_LEADERS = 2
-# Rounds of the leaders, launches of other libraries included, by which the time of a round is known.
+# Rounds of the leaders, launches of other libraries included, by which the time of a round is
+# known.
 PACE_ROUNDS = 3
 LEAST_ROUNDS = 20
 
@@ -329,7 +330,7 @@ def _shares(rounds: int, parts: int) -> list[int]:
 
 
 def _whole_cycles(samples: Sequence[float], cycle: int) -> list[float]:
-    """The means of `cycle` samples that follow one another; of whole cycles, wherever they begin."""
+    """The means of `cycle` samples in a row: of whole cycles, wherever they begin."""
     if cycle == 1:
         return list(samples)
     return [math.fsum(samples[i : i + cycle]) / cycle for i in range(0, len(samples), cycle)]

@@ -98,7 +98,7 @@ def resources(configs: Iterable[Config], device: Device, built: Iterable[Built])
 
 
 def _variants(config: Config, device: Device) -> dict[Contract, list[Variant]]:
-    """Of each contract those that a sweep tries, and those of the default rule that it leaves out."""
+    """Of each contract what a sweep tries, and what of the default rule it leaves out."""
     plan = sweep_plan(config, device)
     found = {c: dict.fromkeys((*plan.tried[c], *plan.floors[c])) for c in plan.tried}
     for p in plan.problems:

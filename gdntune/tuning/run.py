@@ -103,7 +103,8 @@ def run(plan: Plan, folder: Path, means: Means) -> Outcome:
     header = run_header(plan, means.policy, means.command)
     with ExitStack() as stack:
         # A place that cannot be had is refused before anything is compiled; the journal is begun
-        # after that, since the timing process needs the flush kernel to say what policy it can keep.
+        # after that, since the timing process needs the flush kernel to say what policy it can
+        # keep.
         journal = stack.enter_context(Journal.claim(folder, header))
         stack.callback(means.progress.stop)
         built = _compile(plan, means, journal)
@@ -186,8 +187,8 @@ class _Run:
             for c in self.plan.tried
         }
         self.progress.start("check", sum(map(len, todo.values())))
-        # A contract is a job, since its reference takes longer than a variant; or several, where there
-        # are fewer contracts than workers.
+        # A contract is a job, since its reference takes longer than a variant; or several, where
+        # there are fewer contracts than workers.
         parts = max(1, -(-len(self.team.workers) // max(1, sum(map(bool, todo.values())))))
         jobs = (
             partial(attempts.check, contract=contract, variants=part)
