@@ -6,6 +6,8 @@ these. What ours does not serve raises UnsupportedProblem.
 Padding is a negative index: nothing is read or written, and the output is zero.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -123,7 +125,9 @@ def gated_delta_rule_mtp(
         raise UnsupportedProblem("cache_replayssm and its buffers: a ring of drafts is not served")
     frozen = True if disable_state_update is None else disable_state_update
     result = _output(q, v, output)
-    rows = {"A_log": A_log, "a": a, "dt_bias": dt_bias, "b": b, "initial_state": initial_state}
+    rows: dict[str, Any] = {
+        "A_log": A_log, "a": a, "dt_bias": dt_bias, "b": b, "initial_state": initial_state,
+    }  # fmt: skip
     if ssm_state_indices is None:
         ops.gated_delta_rule_decode(
             q, k, v, **rows, scale=scale, output=result, use_qk_l2norm=use_qk_l2norm,
