@@ -17,7 +17,10 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "tables").glob("*.md")),
 ]
-OF_EXAMPLE = {"decode": "engine", "packed": "engine", "verify": "engine", "own_config": "tune"}
+OF_EXAMPLE = {
+    "decode": "engine", "packed": "engine", "verify": "engine", "own_config": "tune",
+    "in_transformers": "engine", "in_vllm": "engine", "in_sglang": "engine", "drop_ins": "engine",
+}  # fmt: skip
 
 
 def blocks(page, language):
