@@ -155,6 +155,7 @@ def sweep(
         shared, found = devices_of(wanted, device, index, devices, executor)
     folder = out or Path("results") / wanted.name
     store = Store(bundles=bundle or ())
+    # Before anything runs, and to stderr: a sweep may take hours, and its JSON is one document.
     size = estimate(wanted, found, store, jobs, max(1, len(shared)), l2)
     if dry_run:
         if as_json:
@@ -384,6 +385,7 @@ def compile_(
         policy = msgspec.structs.replace(wanted.policy, l2=l2)
         wanted = msgspec.structs.replace(wanted, policy=policy)
     device = target_of(arch)
+    # Before minutes of compiling, which a file at that place would make worthless.
     if bundle and (fault := no_folder(bundle)):
         raise UnsupportedProblem(f"--bundle {bundle}: {fault}; choose another place")
     objects = _objects(wanted, device, table, of_bench)
@@ -653,6 +655,8 @@ def entry() -> None:
         try:
             app(prog_name="gdntune")
         finally:
+            # Here, where a full disk or a closed pipe can still be told; at exit Python prints a
+            # traceback.
             sys.stdout.flush()
     except BrokenPipeError:
         _silence()

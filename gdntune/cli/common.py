@@ -190,6 +190,7 @@ def config_of(
     source = _named(path)
     found = config.load(source) if isinstance(source, Path) else config.parse(source, path.name)
     found = found.only(parts) if parts else found
+    # H may equal HV, so the two need not be distinct.
     pair = numbers("--heads", heads, distinct=False)
     if heads is not None and (len(pair) != 2 or pair[1] % pair[0]):
         raise UnsupportedProblem(
@@ -269,6 +270,7 @@ def terminal() -> "Console":
 
     from gdntune.report.document import WIDTH
 
+    # Rich takes 80 columns where there is no terminal, and our tables are made for a page.
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
 
 

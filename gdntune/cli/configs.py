@@ -78,6 +78,7 @@ def from_hf(
         found = dataclasses.replace(found, name=name)
     text = config_text(found)
     try:
+        # Read back at once: a config that no sweep takes must not be handed out.
         reader.parse(text, found.name)
     except ConfigError as e:
         raise UnsupportedProblem(f"{path}: no kernel serves this model: {e}") from None

@@ -25,6 +25,7 @@ from gdntune.problem import GATES
 from gdntune.results import table
 from gdntune.runtime import dispatch
 
+# What pyproject.toml asks for: an engine's environment may have been made without it.
 LEAST_TORCH = (2, 11)
 
 
@@ -46,6 +47,7 @@ def examine(index: int = 0) -> list[Finding]:
     """Everything that a sweep, the runtime and a compile for another machine need, in the order to
     put it right.
     """
+    # Asked once: it decides what every later look means.
     fault = arch.cuda_fault(index)
     on_gpu = fault is None
     looks: list[Callable[[], Finding]] = [
@@ -79,6 +81,7 @@ def _torch() -> Finding:
     version = _version("torch")
     if version is None:
         return Finding("torch", "hinders", "not installed", meaning, "pip install 'torch>=2.11'")
+    # `2.11.0+cu130`: the build's tag says nothing of the interface.
     numbers = tuple(int(n) for n in version.split("+")[0].split(".")[:2] if n.isdigit())
     if numbers < LEAST_TORCH:
         return Finding(
@@ -103,6 +106,7 @@ def _gpu(index: int, fault: str | None) -> Finding:
         else "unknown peak"
     )
     value = f"{device.name}, {device.arch}, {device.sm_count} SMs, {peak}, driver {driver}"
+    # Untried is no hindrance: kernels may well compile and run there.
     if device.arch not in arch.TARGETS:
         known = ", ".join(arch.TARGETS)
         return Finding(
@@ -121,6 +125,7 @@ def _nvml(on_gpu: bool) -> Finding:
         if lib is not None:
             return Finding("NVML", "ok", "answers", meaning)
     if not on_gpu:
+        # Without a GPU its absence is no finding to act on.
         return Finding("NVML", "ok", "not here, and not needed on the CPU", meaning)
     remedy = (
         "pip install nvidia-ml-py; in a container pass the driver's libraries in (the `utility`"
@@ -189,6 +194,7 @@ def _cache() -> Finding:
     root = store.default_root()
     try:
         root.mkdir(parents=True, exist_ok=True)
+        # Written, not asked for: a full disk and a read-only mount look like any folder.
         with tempfile.TemporaryFile(dir=root) as file:
             file.write(b"gdntune")
     except OSError as e:
@@ -203,6 +209,7 @@ def _peers() -> list[Finding]:
     found = []
     for name in peers.PEERS:
         peer = peers.get(name)
+        # What is not installed is no finding: nobody need have every library.
         if peer.absent():
             continue
         differs = peer.differs()
@@ -234,6 +241,7 @@ def _tables(index: int) -> list[Finding]:
     except ToolMissing as e:
         return [Finding("tables", "note", "no device to look for", meaning, str(e))]
     ops = ", ".join(GATES)
+    # In the order in which the runtime looks for them.
     named = [Path(os.environ["GDNTUNE_TABLE"])] if os.environ.get("GDNTUNE_TABLE") else []
     own, shipped = (
         sorted((folder / device.slug).glob("*.json"))

@@ -30,6 +30,7 @@ class Bar(Progress):
 
     def start(self, label: str, total: int) -> None:
         self.end()
+        # An empty stage has no bar: it would stand at 0 of 0.
         if total:
             self._bar = RichProgress(
                 TextColumn("{task.description:8}"),
@@ -53,7 +54,7 @@ class Bar(Progress):
             self._bar = None
 
     def stop(self) -> None:
-        # else the terminal's cursor stays hidden
+        # Else the terminal's cursor stays hidden.
         self.end()
 
 
@@ -72,7 +73,7 @@ class Lines(Progress):
     def end(self) -> None:
         if self._total:
             seconds = time.monotonic() - self._began
-            # a log whose disk is full is no reason to end hours of timing
+            # A log whose disk is full is no reason to end hours of timing.
             with contextlib.suppress(OSError):
                 sys.stderr.write(
                     f"{self._label}: {self._done} of {self._total} in {seconds:.1f} s\n"

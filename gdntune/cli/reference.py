@@ -139,6 +139,7 @@ def _config() -> Iterator[str]:
     yield "A wrong key or value is refused with its place and what is expected.\n"
     for title, texts in KEYS.items():
         fields = {f.name: f for f in msgspec.structs.fields(structs[title])}
+        # A key without a line, or a line of a key that is gone, stops the page and its test.
         if fields.keys() != texts.keys():
             raise LookupError(f"{title}: KEYS and the code differ: {fields.keys() ^ texts.keys()}")
         yield f"### {title}\n"

@@ -101,6 +101,7 @@ def report_(
         out.suffix if out else "", "terminal"
     )
     form = form or suffix  # type: ignore[assignment]
+    # A row of others' figures would be taken for one of our measurements.
     if form == "csv" and against:
         raise UnsupportedProblem(
             "--against with csv: expected md, html or the terminal; a CSV holds our measurements"
@@ -248,6 +249,7 @@ def table_validate(
             )
             note += f", noisy: {r['noise']}" if r["noise"] else ""
             typer.echo(r["fault"] or f"{r['path']}: valid{note}")
+    # Wrong use goes before findings: a script must not take a misspelt path for a bad table.
     if not all(path.is_file() for path in paths):
         raise typer.Exit(WRONG_USE)
     if any(r["fault"] for r in results):

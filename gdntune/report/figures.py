@@ -81,6 +81,7 @@ def curves(
     percent: bool = False,
 ) -> str:
     """A panel a name, all of one scale: log-log, or with shares as percents on a linear axis."""
+    # Two at least: a single panel of the page's width would be stretched.
     across = min(4, max(2, len(panels)))
     down = math.ceil(len(panels) / across)
     # The legend's lines stand above the panels' titles.
@@ -91,6 +92,7 @@ def curves(
     width, height = 1180, 215 * down + 18 + top
 
     def draw(matplotlib: Any, figure: Any) -> None:
+        # One scale for all, so that panels are compared by eye.
         grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
         figure.subplots_adjust(
             left=62 / width,
@@ -243,6 +245,7 @@ def _svg(
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({**_STYLE, "svg.hashsalt": title})
         figure = matplotlib.figure.Figure(figsize=(width / 72, height / 72))
+        # The page's own background shows through, in both themes.
         figure.patch.set_visible(False)
         draw(matplotlib, figure)
         for axes in figure.axes:

@@ -131,6 +131,7 @@ class _Maps:
         tiles = []
         for c, (column, row) in zip(self.cells, self.places, strict=True):
             value = values(c)
+            # A cell without a peak or a default has no tile: an empty one would read as zero.
             if math.isnan(value):
                 continue
             said = self._title(c) if titled else ""
@@ -382,6 +383,7 @@ def packed(samples_us: Iterable[float]) -> tuple[int, str]:
     # CUPTI's clock ticks every 32 ns: in its steps most numbers are one digit.
     step = math.gcd(*ns) or 1
     text, at = [], 0
+    # Equal samples are many on a clock with steps: each value once, with its count.
     for value, times in Counter(ns).items():
         text += [_number((value - at) // step), _number(times - 1)]
         at = value

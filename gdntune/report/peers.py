@@ -315,6 +315,7 @@ def _lost(lost: list[Trial]) -> Iterator[Block]:
             re.sub(r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#", reason)[:200],
         )
         counts[key] += 1
+        # The first one's numbers stay readable; a mask alone says nothing.
         example.setdefault(key, reason)
     ordered = sorted(counts, key=lambda key: (key[0], -counts[key], key))
     rows = tuple((key[0], key[1], example[key], str(counts[key])) for key in ordered)

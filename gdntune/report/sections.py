@@ -107,6 +107,7 @@ def document(
                 label,
                 title,
             )
+    # Failures before the tables: they say what the tables lack.
     sections += _failures(sources)
     subjects = [(source, base) for source in sources for base in bases(source)]
     numbered = len(subjects) >= MANY
@@ -411,6 +412,7 @@ def _contract_blocks(
         )
     yield from _grids("Which variant was chosen", cells, lambda c: letters[c["variant"]])
     counts = Counter(chosen["variant"])
+    # Z before AA.
     legend = sorted(counts, key=lambda name: (len(letters[name]), letters[name]))
     yield Bullets(
         tuple(
@@ -471,6 +473,7 @@ def _differences(
             {_cell_of(c): c for _, c in chosen[chosen["run"] == s.name].iterrows()}
             for s in (one, other)
         )
+        # In the first run's order, which is that of its tables.
         shared = [key for key in left if key in right]
         apart = [key for key in shared if left[key]["variant"] != right[key]["variant"]]
         if not shared:

@@ -73,6 +73,7 @@ def compare(
             f"{a} ({one}), {b} ({other}): times under two policies are not compared; time both"
             " under one"
         )
+    # Refused before any bootstrap: a misspelt id would make every cell UNCLEAR.
     if variant != CHOSEN:
         timed = {
             name for side in (mine, theirs) for cell in side.cells.values() for name in cell.finals

@@ -412,6 +412,7 @@ def _safetensors(name: str, values: Sequence[int]) -> bytes:
     """A file with one int32 tensor: the header's length, the header as JSON to a multiple of 8
     bytes, the data.
     """
+    # Written by hand: the library is no dependency, and the form is a header and the numbers.
     data = struct.pack(f"<{len(values)}i", *values)
     header = json.dumps(
         {name: {"dtype": "I32", "shape": [len(values)], "data_offsets": [0, len(data)]}}

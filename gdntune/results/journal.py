@@ -334,6 +334,7 @@ class Journal:
         """Writes records together, all or none, and waits once: a cell has a hundred, and a disk
         takes milliseconds to be sure.
         """
+        # As read back, rounded: a table derived now is the one derived from the file.
         self.records.extend(self._write(records))
 
     def _write(self, records: Iterable[Any]) -> list[Any]:
@@ -348,6 +349,7 @@ class Journal:
             raise JournalError(
                 f"{self.path}: a record that could not be read again (not a finite number?): {e}"
             ) from e
+        # One write for all: a kill between two would leave half a cell.
         data = b"".join(lines)
         if not data:
             return []
@@ -575,6 +577,7 @@ def _parse(data: bytes, path: Path) -> tuple[Run, list[Record]]:
                 )
                 # A line that a newer version can read is none to cut out.
                 raise JournalError(f"{e}; {newer or f'restore the file{cut}'}") from None
+        # Two journals joined by hand, or one whose head was cut off.
         if isinstance(records[-1], Run) != (number == 1):
             raise JournalError(
                 f"{path}: line {number}: a run's header must be the first line and no other"

@@ -100,6 +100,8 @@ def rounds(share: float, cells: int, final_rounds: int) -> int:
     A cell that no step is near to gets 20, or `final_rounds` where these are fewer.
     """
     wanted = round(final_rounds * min(share * cells, MOST))
+    # No step comes near it, yet its table entry serves: it is timed, with the fewest samples that
+    # decide.
     return max(wanted, min(LEAST_ROUNDS, final_rounds))
 
 
