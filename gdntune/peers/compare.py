@@ -2,9 +2,8 @@
 fp64 reference, by relative norms.
 
 Peers round where ours do not (softplus without its threshold, bf16 products), so the bounds are
-loose: 1e-2 for what is stored in 16
-bits, 2e-3 in fp32, or what an entry says of itself. A wrong gate, layout or slot is off by 0.1 and
-more.
+loose: 1e-2 for what is stored in 16 bits, 2e-3 in fp32, or what an entry says of itself. A wrong
+gate, layout or slot is off by 0.1 and more.
 """
 
 import torch
@@ -16,6 +15,7 @@ from gdntune.checking.reference import trace
 from gdntune.peers.spec import Bound
 
 TOLERANCES = {"bf16": 1e-2, "fp16": 1e-2, "fp32": 2e-3}
+# A reference in fp64 of all requests would take longer than the cell's timing.
 REQUESTS = 4
 
 
@@ -29,6 +29,7 @@ def _error(got: Tensor, want: Tensor) -> Tensor:
     NaN.
     """
     want = want.flatten(1)
+    # Norms, not values: a peer's rounding of one small value says nothing of its formula.
     error = (got.double().flatten(1) - want).norm(dim=1) / want.norm(dim=1)
     return torch.where(error.isnan(), torch.inf, error)
 
@@ -83,6 +84,7 @@ class Expected:
                 f" expected at most {accepted:g}"
             )
             verdicts.append(Verdict(error <= accepted, error, said, accepted))
+        # By shares of the tolerance, since output and state have one each.
         return max(verdicts, key=lambda v: v.error / v.tolerance)
 
     def _k_last(self, x: Tensor) -> Tensor:
@@ -97,6 +99,7 @@ class Expected:
             return None
         if c.intermediate == "slots":
             assert case.slot_index is not None
+            # The pool itself holds them, at the slot that each token names.
             return case.state[case.slot_index.long()[self.index, :tokens]]
         assert case.intermediate is not None
         rows = self.index if case.slot_index is None else case.slot_index.long()[self.index]

@@ -46,7 +46,7 @@ class Function:
             return node
         if not isinstance(node, ast.FunctionDef):
             return None
-        # keyword arguments of any name say nothing of those that are used
+        # Keyword arguments of any name say nothing of those that are used.
         names = {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
         lacking = [] if node.args.kwarg else [x for x in self.arguments if x not in names]
         return f"{self.module}.{self.name} has no argument {listed(lacking)}" if lacking else None
@@ -137,6 +137,7 @@ class Peer:
         """Why it cannot be imported, and what to do; None where its packages are there. Imports
         nothing.
         """
+        # Found, not imported: a peer's import compiles, warns, or takes a CUDA context.
         lacking = [name for name in self.packages if importlib.util.find_spec(name) is None]
         return f"not installed: {self.remedy} (no package {listed(lacking)})" if lacking else None
 
@@ -186,6 +187,7 @@ class Peer:
         kernel = f"peer:{self.name}"
         if entry is None or problem is None:
             return Variant(kernel, kernel, {"version": self.version()})
+        # In the variant's knobs, so that a journal says what was timed and how.
         knobs: dict[str, int | str | bool] = {"version": self.version(), "form": entry.form}
         if extra := entry.extra_bytes(problem):
             knobs["extra_bytes"] = extra
@@ -222,8 +224,10 @@ def _definition(module: str, name: str) -> ast.AST | str:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
+                    # Followed to where it is defined: packages hand functions on from their own
+                    # __init__.
                     return _definition(_absolute(module, path, node), alias.name)
-        # a constant is what stands in where the import before it fails
+        # A constant is what stands in where the import before it fails.
         if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Constant):
             targets = [t.id for t in node.targets if isinstance(t, ast.Name)]
             if name in targets:
