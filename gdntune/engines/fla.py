@@ -95,9 +95,8 @@ def fused_recurrent_kda(
         if A_log is None:
             if lower_bound is None:
                 raise UnsupportedProblem("use_gate_in_kernel=True without A_log: give A_log [HV]")
-            A_log = g.new_zeros(
-                HV, dtype=torch.float32
-            )  # the gate is lower_bound sigmoid(g + bias)
+            # the gate is lower_bound sigmoid(g + bias)
+            A_log = g.new_zeros(HV, dtype=torch.float32)
         bias = _or_zeros(dt_bias, A_log, HV * K)
         gate |= {"A_log": A_log, "dt_bias": bias.reshape(-1), "lower_bound": lower_bound}
     return _run(
@@ -180,7 +179,8 @@ def _run(
     output = torch.empty(v.shape, dtype=wide, device=v.device)
     rows = {"q": q.to(wide), "k": k.to(wide), "v": v.to(wide), "b" if logit else "beta": beta}
     rows |= {name: gate.pop(name) for name in ("a", "g") if name in gate}
-    with torch.no_grad():  # no gradient, as there: backward() raises
+    # no gradient, as there: backward() raises
+    with torch.no_grad():
         for n, start, end in _windows(q.shape[1], bounds):
             part = {name: x[:, start:end] for name, x in rows.items()}
             of = state if n is None else state[n : n + 1]

@@ -16,6 +16,7 @@ from types import ModuleType
 Action = Callable[[ModuleType], None]
 
 _waiting: dict[str, list[Action]] = {}
+# Reentrant: an action may import what another one waits for.
 _lock = threading.RLock()
 
 
@@ -23,6 +24,7 @@ def when_imported(name: str, action: Action) -> None:
     """Calls `action` with the module of that name: now where it is imported, else after it is."""
     with _lock:
         module = sys.modules.get(name)
+        # A module that is still being executed lacks what the action looks for.
         if module is not None and not getattr(module.__spec__, "_initializing", False):
             action(module)
             return
@@ -49,6 +51,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        # Asking the other finders comes by here again, for the same name.
         if fullname not in _waiting or getattr(self._looking, "name", None) == fullname:
             return None
         self._looking.name = fullname

@@ -31,7 +31,7 @@ def decode(
                 f"{L} rows of {N} requests with slots of shape {tuple(slots.shape)}: with one slot"
                 " a request expected a row a request"
             )
-        # a row a request is a dense batch of one token: no lengths to read
+        # A row a request is a dense batch of one token: no lengths to read.
         dense = {name: x.transpose(0, 1) for name, x in rows.items()}
         if output is not None:
             output = output.transpose(0, 1)

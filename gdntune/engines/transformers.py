@@ -30,7 +30,6 @@ PARAMETERS = (
     "query", "key", "value", "g", "beta", "initial_state", "output_final_state",
     "use_qk_l2norm_in_kernel",
 )  # fmt: skip
-
 _compiling = torch.compiler.is_compiling
 
 
@@ -97,7 +96,8 @@ def step(
     output [B, T, HV, V] and the state [B, HV, K, V], which is `state` itself, updated.
     """
     keep = output_final_state
-    if state is None:  # what a state starts as
+    # What a state starts as: zeros, in fp32 as theirs.
+    if state is None:
         B, _, HV, V = value.shape
         state = value.new_zeros((B, HV, query.shape[3], V), dtype=torch.float32)
     decode = ops.gated_delta_rule_decode if op == "gdn_decode" else ops.kda_decode
@@ -134,7 +134,8 @@ def _served(
     g: Tensor, beta: Tensor, state: Tensor | None, keep: bool, l2norm: bool, rest: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     reason = fault(op, query, key, value, g, beta, state, rest)
-    if _compiling():  # neither counters nor errors there: what is traced must be one graph
+    # Neither counters nor errors there: what is traced must be one graph.
+    if _compiling():
         if reason is None:
             return step(op, query, key, value, g, beta, state, keep, l2norm)
         _say_traced(name, reason)
@@ -144,6 +145,8 @@ def _served(
                 result = step(op, query, key, value, g, beta, state, keep, l2norm)
                 counts.served += 1
                 return result
+            # What our functions refuse in the end, theirs may still take; a fault of the caller's
+            # comes up there too.
             except NOT_SERVED as e:
                 reason = str(e)
         counts.passed_on += 1
@@ -159,7 +162,7 @@ def _say(name: str, reason: str) -> bool:
     return True
 
 
-# while a graph is traced: once for the graph, and no part of it
+# While a graph is traced: once for the graph, and no part of it.
 _say_traced = torch._dynamo.assume_constant_result(_say)
 
 
@@ -228,7 +231,8 @@ def _map_for_hub(ours: bool) -> None:
 
     make = getattr(hub_kernels, "get_kernel_mapping_transformers", None)
     if make is None:
-        return  # without `kernels` there is no use_kernels=True
+        # Without `kernels` there is no use_kernels=True.
+        return
     mapping, inference = make(), vars(hub_kernels)["Mode"].INFERENCE
     for name in HUB_NAMES:
         modes = mapping.setdefault(name, {}).setdefault("cuda", {})

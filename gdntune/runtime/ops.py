@@ -178,7 +178,8 @@ def gated_delta_rule_packed_decode(
     """
     try:
         if A_log is None or dt_bias is None or initial_state_indices is None:
-            raise TypeError  # `explain` says which
+            # `explain` says which
+            raise TypeError
         given = (mixed_qkv, a, b, initial_state, A_log, dt_bias, initial_state_indices, output)
         settings = (
             state_layout, scale, use_qk_l2norm, allow_neg_eigval, softplus_beta,

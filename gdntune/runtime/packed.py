@@ -61,7 +61,8 @@ def _aimed(
         headers = unpack.idle.pop()
     except IndexError:
         made = unpack.headers(mixed, a, b)
-        assert made is not None  # once they could be made
+        # once they could be made
+        assert made is not None
         headers = made
     q, dl_q, k, dl_k, v, dl_v, gate, dl_a, beta, dl_b, _ = headers
     at = mixed.data_ptr()
