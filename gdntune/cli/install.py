@@ -3,7 +3,7 @@
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -134,7 +134,31 @@ def _balance(device: Any, of: Any) -> float | None:
     return (device.peak_gb_s / device.sm_count) / (of.peak_gb_s / of.sm_count)
 
 
+@refusing
+def table_export(
+    path: Annotated[Path, typer.Argument(metavar="TABLE", help="A table's file.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the files.")],
+    heads: Annotated[
+        int, typer.Option(min=1, help="Value heads of a rank, by which work units are batch sizes.")
+    ],
+    form: Annotated[Literal["vllm-json"], typer.Option("--format", help="The form.")] = "vllm-json",
+) -> None:
+    """Write a table in another project's form: as vLLM keeps tuned configurations, a JSON file a
+    contract with a configuration by batch size.
+    """
+    from gdntune.files import write_whole
+    from gdntune.results import table
+    from gdntune.results.vllm_json import vllm_json
+
+    assert form == "vllm-json"
+    files = vllm_json(table.load(path), heads)
+    for name, text in files.items():
+        write_whole(out / name, text.encode())
+    typer.echo(f"{out}: {len(files)} files")
+
+
 def register(tables: typer.Typer) -> None:
     """Adds these commands to `gdntune table`."""
     tables.command("install")(table_install)
     tables.command("which")(table_which)
+    tables.command("export")(table_export)

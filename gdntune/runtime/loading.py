@@ -66,6 +66,27 @@ def table_hash(device: str = "cuda", index: int = 0) -> str:
     return _runtime(device, index).table_hash()
 
 
+def check_ranks(device: str = "cuda", index: int = 0, group: Any = None) -> str:
+    """The table hash of this rank, which all ranks of a process group share: tensor-parallel ranks
+    that choose other kernels round otherwise. Every rank of the group calls it.
+
+    group: of torch.distributed, None for the default one. UnsupportedProblem, on each rank, where
+    they differ: it names them all.
+    """
+    import torch.distributed
+
+    own = table_hash(device, index)
+    hashes: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(hashes, own, group=group)
+    if len(set(hashes)) > 1:
+        said = ", ".join(f"rank {rank} has {found}" for rank, found in enumerate(hashes))
+        raise UnsupportedProblem(
+            f"the ranks' tables differ: {said}; give each the same gdntune and the same table"
+            " (GDNTUNE_TABLE), on GPUs of one kind"
+        )
+    return own
+
+
 def _runtime(
     device: str, index: int, given: str = "device='cuda'", instead: str = "give device='cpu'"
 ) -> Runtime:
