@@ -11,7 +11,8 @@ from gdntune.results.table import Table
 from gdntune.timing import Policy
 from gdntune.tuning.config import Config
 from gdntune.tuning.plan import sweep_plan
-from gdntune.tuning.run import Means, Outcome, Progress, run
+from gdntune.tuning.progress import Progress
+from gdntune.tuning.run import Means, Outcome, run
 from gdntune.tuning.team import Executor
 
 __all__ = ["Outcome", "Progress", "sweep"]

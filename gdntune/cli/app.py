@@ -133,58 +133,60 @@ def sweep(
     stopped is resumed by the same command. Variants that fail are counted; the exit code is 0 where
     a table was made, else 1.
     """
-    import msgspec
+    from gdntune.cli.progress import shown
 
-    from gdntune import search
-    from gdntune.cli.doctor import put_to_use
-    from gdntune.cli.progress import progress
-    from gdntune.objects.store import Store
-    from gdntune.results.table import load, noise_words
-    from gdntune.tuning.estimate import estimate
+    with shown() as bar:
+        import msgspec
 
-    wanted = config_of(config, part, own_kernels, batch=batch, tokens=tokens, heads=heads)
-    judged = [load(path) for path in table or ()]
-    if arch and not dry_run:
-        raise UnsupportedProblem(
-            f"--arch {arch} without --dry-run: a sweep times the device that is here; add"
-            " --dry-run, or compile for it: `gdntune compile CONFIG --arch NAME`"
-        )
-    if arch:
-        shared, found = indices(devices, executor), target_of(arch)
-    else:
-        shared, found = devices_of(wanted, device, index, devices, executor)
-    folder = out or Path("results") / wanted.name
-    store = Store(bundles=bundle or ())
-    # Before anything runs, and to stderr: a sweep may take hours, and its JSON is one document.
-    size = estimate(wanted, found, store, jobs, max(1, len(shared)), l2)
-    if dry_run:
-        if as_json:
-            print_json(
-                {
-                    "config": wanted.name,
-                    "device": found,
-                    "folder": str(folder),
-                    **msgspec.structs.asdict(size),
-                }
+        from gdntune import search
+        from gdntune.cli.doctor import put_to_use
+        from gdntune.objects.store import Store
+        from gdntune.results.table import load, noise_words
+        from gdntune.tuning.estimate import estimate
+
+        wanted = config_of(config, part, own_kernels, batch=batch, tokens=tokens, heads=heads)
+        judged = [load(path) for path in table or ()]
+        if arch and not dry_run:
+            raise UnsupportedProblem(
+                f"--arch {arch} without --dry-run: a sweep times the device that is here; add"
+                " --dry-run, or compile for it: `gdntune compile CONFIG --arch NAME`"
             )
+        if arch:
+            shared, found = indices(devices, executor), target_of(arch)
         else:
-            typer.echo(f"{wanted.name} on {found.name}: {size.words()}")
-        return
-    typer.echo(f"{wanted.name} on {found.name}: {size.words()}", err=True)
-    outcome = search.sweep(
-        wanted,
-        folder,
-        device=found,
-        index=index,
-        devices=shared,
-        executor=executor,
-        store=store,
-        jobs=jobs,
-        policy=policy_of(wanted, timer, l2),
-        progress=progress(),
-        command=shlex.join(["gdntune", *sys.argv[1:]]),
-        judged=judged,
-    )
+            shared, found = devices_of(wanted, device, index, devices, executor)
+        folder = out or Path("results") / wanted.name
+        store = Store(bundles=bundle or ())
+        # Before anything runs, and to stderr: a sweep may take hours, and its JSON is one document.
+        size = estimate(wanted, found, store, jobs, max(1, len(shared)), l2)
+        if dry_run:
+            if as_json:
+                print_json(
+                    {
+                        "config": wanted.name,
+                        "device": found,
+                        "folder": str(folder),
+                        **msgspec.structs.asdict(size),
+                    }
+                )
+            else:
+                typer.echo(f"{wanted.name} on {found.name}: {size.words()}")
+            return
+        typer.echo(f"{wanted.name} on {found.name}: {size.words()}", err=True)
+        outcome = search.sweep(
+            wanted,
+            folder,
+            device=found,
+            index=index,
+            devices=shared,
+            executor=executor,
+            store=store,
+            jobs=jobs,
+            policy=policy_of(wanted, timer, l2),
+            progress=bar,
+            command=shlex.join(["gdntune", *sys.argv[1:]]),
+            judged=judged,
+        )
     made, files, note = _written(folder)
     outcome.notes.extend(note)
     if as_json:
@@ -260,29 +262,31 @@ def bench(
     says so. Several devices share the cells. A bench that was stopped is resumed. The exit code is
     0 where all cells of ours were timed, else 1.
     """
-    from gdntune.cli.progress import progress
-    from gdntune.objects.store import Store
-    from gdntune.tuning import bench
+    from gdntune.cli.progress import shown
 
-    wanted = config_of(config, part, own_kernels)
-    shared, found = devices_of(wanted, device, index, devices, executor)
-    folder = out or Path("results") / f"{wanted.name}-bench"
-    outcome = bench.bench(
-        wanted,
-        folder,
-        peer_names=[name for part in peers.split(",") if (name := part.strip())],
-        device=found,
-        index=index,
-        devices=shared,
-        executor=executor,
-        store=Store(bundles=bundle or ()),
-        table=table,
-        rounds=rounds,
-        jobs=jobs,
-        policy=policy_of(wanted, timer, l2),
-        progress=progress(),
-        command=shlex.join(["gdntune", *sys.argv[1:]]),
-    )
+    with shown() as bar:
+        from gdntune.objects.store import Store
+        from gdntune.tuning import bench
+
+        wanted = config_of(config, part, own_kernels)
+        shared, found = devices_of(wanted, device, index, devices, executor)
+        folder = out or Path("results") / f"{wanted.name}-bench"
+        outcome = bench.bench(
+            wanted,
+            folder,
+            peer_names=[name for part in peers.split(",") if (name := part.strip())],
+            device=found,
+            index=index,
+            devices=shared,
+            executor=executor,
+            store=Store(bundles=bundle or ()),
+            table=table,
+            rounds=rounds,
+            jobs=jobs,
+            policy=policy_of(wanted, timer, l2),
+            progress=bar,
+            command=shlex.join(["gdntune", *sys.argv[1:]]),
+        )
     made, files, note = _written(folder)
     outcome.notes.extend(note)
     cells = len(wanted.all_problems())

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
+    SpinnerColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -18,44 +18,56 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
-from gdntune.tuning.run import Progress
+from gdntune.tuning.progress import Progress
 
 
 class Bar(Progress):
     """A bar a stage, on stderr, with the time left."""
 
-    def __init__(self) -> None:
-        self._bar: RichProgress | None = None
-        self._task = TaskID(0)
+    def __init__(self, console: Console | None = None) -> None:
+        # A long memory: cells come in any order of size, and the times left shall not jump.
+        self._bar = RichProgress(
+            SpinnerColumn(),
+            TextColumn("{task.description:8}"),
+            BarColumn(),
+            TextColumn("{task.fields[count]}", justify="right"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console or Console(stderr=True),
+            speed_estimate_period=3600,
+        )
+        self._task: TaskID | None = None
+        self._total, self._done, self._weighs = 0, 0, False
 
-    def start(self, label: str, total: int) -> None:
-        self.end()
+    def begin(self) -> None:
+        # Without a total it pulses.
+        self._task = self._bar.add_task("start", total=None, count="")
+        self._bar.start()
+
+    def start(self, label: str, total: int, work: float = 0.0) -> None:
+        if self._task is not None and not self._total:
+            self._bar.remove_task(self._task)
+        self._total, self._done, self._weighs = total, 0, work > 0
+        self._task = None
         # An empty stage has no bar: it would stand at 0 of 0.
         if total:
-            self._bar = RichProgress(
-                TextColumn("{task.description:8}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )
-            self._task = self._bar.add_task(label, total=total)
+            whole = work if self._weighs else total
+            self._task = self._bar.add_task(label, total=whole, count=f"0/{total}")
             self._bar.start()
 
-    def step(self, n: int = 1) -> None:
-        if self._bar:
-            self._bar.advance(self._task, n)
+    def step(self, n: int = 1, work: float = 0.0) -> None:
+        self._done += n
+        if self._task is not None:
+            count = f"{self._done}/{self._total}"
+            self._bar.update(self._task, advance=work if self._weighs else n, count=count)
 
     def end(self) -> None:
-        if self._bar:
-            self._bar.stop()
-            self._bar = None
+        """Leaves the stage's bar as it stands."""
 
     def stop(self) -> None:
         # Else the terminal's cursor stays hidden.
-        self.end()
+        self._bar.stop()
 
 
 class Lines(Progress):
@@ -64,10 +76,10 @@ class Lines(Progress):
     def __init__(self) -> None:
         self._label, self._total, self._done, self._began = "", 0, 0, 0.0
 
-    def start(self, label: str, total: int) -> None:
+    def start(self, label: str, total: int, work: float = 0.0) -> None:
         self._label, self._total, self._done, self._began = label, total, 0, time.monotonic()
 
-    def step(self, n: int = 1) -> None:
+    def step(self, n: int = 1, work: float = 0.0) -> None:
         self._done += n
 
     def end(self) -> None:
@@ -91,12 +103,23 @@ def progress() -> Progress:
 
 
 @contextlib.contextmanager
+def shown() -> Iterator[Progress]:
+    """The progress of a command of several stages, seen from now on; taken away after an error."""
+    found = progress()
+    found.begin()
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+@contextlib.contextmanager
 def stage(label: str, total: int) -> Iterator[Progress]:
     """The progress of a command that has one stage."""
-    shown = progress()
-    shown.start(label, total)
+    found = progress()
+    found.start(label, total)
     try:
-        yield shown
-        shown.end()
+        yield found
+        found.end()
     finally:
-        shown.stop()
+        found.stop()

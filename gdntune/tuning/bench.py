@@ -14,7 +14,8 @@ from gdntune.runtime.dispatch import Runtime
 from gdntune.timing import Policy
 from gdntune.tuning.config import Config
 from gdntune.tuning.plan import bench_plan
-from gdntune.tuning.run import Means, Outcome, Progress, run
+from gdntune.tuning.progress import Progress
+from gdntune.tuning.run import Means, Outcome, run
 from gdntune.tuning.team import Executor
 
 __all__ = ["Outcome", "bench"]

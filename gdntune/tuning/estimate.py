@@ -75,8 +75,7 @@ def estimate(
     checks = sum(map(len, plan.tried.values()))
     compiling = missing * _OBJECT_S[kind] / max(1, jobs or cpu_threads())
     timing = sum(
-        _cell_s(config, p, device, plan.tried[p.contract], plan.floors[p.contract])
-        for p in problems
+        cell_s(config, p, device, plan.tried[p.contract], plan.floors[p.contract]) for p in problems
     )
     seconds = compiling + _START_S[kind] + (checks * _CHECK_S[kind] + timing) / workers
     return Estimate(
@@ -89,13 +88,14 @@ def estimate(
     )
 
 
-def _cell_s(
+def cell_s(
     config: Config,
     problem: Problem,
     device: Device,
     decode: Sequence[Variant],
     floors: Sequence[Variant],
 ) -> float:
+    """The seconds that a cell is expected to take, of these variants and floors."""
     search = cells.effort(config, problem)
     gb_s = device.peak_gb_s or min(_HOST_GB_S, _THREAD_GB_S * device.sm_count)
     # Before each sample a buffer of twice the cache is read, see `timing.flush_bytes`.

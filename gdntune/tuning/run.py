@@ -40,9 +40,11 @@ from gdntune.timing import Policy
 from gdntune.tuning import attempts, cells, notes
 from gdntune.tuning.attempts import CellJob
 from gdntune.tuning.cells import Again
+from gdntune.tuning.estimate import cell_s
 from gdntune.tuning.executors import Worker
 from gdntune.tuning.header import resolved, run_header
 from gdntune.tuning.plan import Choices, Plan, Usable, chosen_by
+from gdntune.tuning.progress import Progress
 from gdntune.tuning.team import Executor, Team, start_team
 from gdntune.tuning.throttling import (
     THROTTLED_IN_A_ROW,
@@ -52,16 +54,6 @@ from gdntune.tuning.throttling import (
 )
 
 Purpose = journals.Purpose | msgspec.UnsetType
-
-
-class Progress:
-    """What a run tells of itself while it runs; this one is silent."""
-
-    def start(self, label: str, total: int) -> None: ...
-    def step(self, n: int = 1) -> None: ...
-    def end(self) -> None: ...
-    def stop(self) -> None:
-        """Takes away what is shown of a stage that an error ended."""
 
 
 class Means(NamedTuple):
@@ -276,13 +268,14 @@ class _Run:
         todo.sort(key=tried(self.journal.records).__contains__)
         while todo:
             out, hot = self._out(), list[Cell]()
-            self.progress.start(label, len(todo))
-
+            # A cell of 256 requests takes a hundred times one of a single request.
+            work = {p: self._expected_s(p, usable) for p in todo}
+            self.progress.start(label, len(todo), sum(work.values()))
             for records in self.team.share(jobs(todo), self._fit):
                 contract = records[-1].problem.contract
                 usable = usable.without(contract, attempts.broken(records))
                 self.journal.extend(records)
-                self.progress.step()
+                self.progress.step(work=work[records[-1].problem])
                 self.throttling.see(records)
                 hot += [r for r in records if isinstance(r, Cell) and was_throttled(r)]
             self.progress.end()
@@ -291,6 +284,10 @@ class _Run:
             # What a device had that is left out from now on goes to the others.
             todo = [r.problem for r in hot if r.timed_on in self._out() - out]
         return usable
+
+    def _expected_s(self, problem: Problem, usable: Usable) -> float:
+        c, plan = problem.contract, self.plan
+        return cell_s(plan.config, problem, plan.device, usable.tried[c], plan.floors[c])
 
     def _fit(self, worker: Worker) -> bool:
         return self.throttling.fit(worker.name if self.team.several else msgspec.UNSET)

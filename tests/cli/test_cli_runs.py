@@ -1,5 +1,6 @@
 """Commands that compile and time: a sweep end to end, compile, and what may be missing there."""
 
+import io
 import json
 import os
 import re
@@ -13,10 +14,11 @@ import synthetic
 import typer
 import typer.main
 from commands import ROOT, config, refused, run
+from rich.console import Console
 
 from gdntune import search
 from gdntune.cli import common as cli_common
-from gdntune.cli.progress import Lines
+from gdntune.cli.progress import Bar, Lines
 from gdntune.device import arch
 from gdntune.device import cupti as cupti_records
 from gdntune.device.arch import target
@@ -127,6 +129,23 @@ def test_progress_without_a_terminal(capsys):
     assert captured.out == ""
     assert captured.err.startswith("compile: 2 of 2 in ")
     assert captured.err.count("\n") == 1
+
+
+def test_a_bar_from_the_first_second():
+    """Faults: nothing moved until the objects were planned; the time left took a cell of 256
+    requests for one of a single request.
+    """
+    out = io.StringIO()
+    bar = Bar(Console(file=out, force_terminal=True, width=100))
+    bar.begin()
+    assert "start" in out.getvalue()
+    bar.start("time", 2, work=10.0)
+    bar.step(work=1.0)
+    bar._bar.refresh()
+    bar.stop()
+    assert "1/2" in out.getvalue()
+    (task,) = bar._bar.tasks
+    assert (task.completed, task.total, task.description) == (1.0, 10.0, "time")
 
 
 def test_sweep_end_to_end(tmp_path):

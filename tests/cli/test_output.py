@@ -94,8 +94,8 @@ def test_a_folder_deleted_in_mid_sweep(when, tmp_path, monkeypatch):
     steps: list[str] = []
 
     class Deletes(Lines):
-        def step(self, n=1):
-            super().step(n)
+        def step(self, n=1, work=0.0):
+            super().step(n, work)
             steps.append(self._label)
             if self._label == when:
                 shutil.rmtree(folder, ignore_errors=True)
