@@ -1,5 +1,5 @@
-"""What a run tells of itself. Apart from the run, whose imports take seconds in which nothing would be
-seen.
+"""What a run tells of itself. Apart from the run, whose imports take seconds in which nothing
+would be seen.
 """
 
 
