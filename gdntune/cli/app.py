@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from gdntune.objects.build import Built
     from gdntune.objects.store import ObjectSpec
     from gdntune.report.report import Report
+    from gdntune.results.table import Table
     from gdntune.tuning.config import Config
 
 app = typer.Typer(
@@ -139,9 +140,8 @@ def sweep(
         import msgspec
 
         from gdntune import search
-        from gdntune.cli.doctor import put_to_use
         from gdntune.objects.store import Store
-        from gdntune.results.table import load, noise_words
+        from gdntune.results.table import load
         from gdntune.tuning.estimate import estimate
 
         wanted = config_of(config, part, own_kernels, batch=batch, tokens=tokens, heads=heads)
@@ -159,20 +159,15 @@ def sweep(
         store = Store(bundles=bundle or ())
         # Before anything runs, and to stderr: a sweep may take hours, and its JSON is one document.
         size = estimate(wanted, found, store, jobs, max(1, len(shared)), l2)
+        said = f"{wanted.name} on {found.name}: {size.words()}"
         if dry_run:
+            about = {"config": wanted.name, "device": found, "folder": str(folder)}
             if as_json:
-                print_json(
-                    {
-                        "config": wanted.name,
-                        "device": found,
-                        "folder": str(folder),
-                        **msgspec.structs.asdict(size),
-                    }
-                )
+                print_json({**about, **msgspec.structs.asdict(size)})
             else:
-                typer.echo(f"{wanted.name} on {found.name}: {size.words()}")
+                typer.echo(said)
             return
-        typer.echo(f"{wanted.name} on {found.name}: {size.words()}", err=True)
+        typer.echo(said, err=True)
         outcome = search.sweep(
             wanted,
             folder,
@@ -191,6 +186,7 @@ def sweep(
     outcome.notes.extend(note)
     if as_json:
         chosen = made.frame[made.frame["chosen"]]
+        over = chosen["over_floor"]
         print_json(
             {
                 "config": wanted.name,
@@ -200,20 +196,14 @@ def sweep(
                 "table": outcome.table is not None,
                 "cells": len(wanted.problems()),
                 "chosen": len(chosen),
-                "over_floor_max": (
-                    None if chosen["over_floor"].isna().all() else float(chosen["over_floor"].max())
-                ),
+                "over_floor_max": None if over.isna().all() else float(over.max()),
                 "notes": outcome.notes,
             }
         )
     else:
         _print_summary(made, outcome.notes, folder, files)
         if outcome.table is not None:
-            ops = sorted({rule.when.op for rule in outcome.table.rules})
-            if noise := noise_words(outcome.table.evidence):
-                typer.echo(f"The table is marked: {noise}.", err=True)
-            else:
-                typer.echo(f"To use the table, {put_to_use(found, folder / 'table.json', ops)}.")
+            _print_use(outcome.table, found, folder)
     if outcome.table is None:
         raise typer.Exit(FINDINGS)
 
@@ -328,6 +318,18 @@ def _written(folder: Path) -> tuple["Report", list[str], list[str]]:
         notes.append(f"no report.html: {e}")
     names = ("journal.jsonl", "table.json", "report.md", "report.csv", "report.html")
     return made, [name for name in names if (folder / name).exists()], notes
+
+
+def _print_use(table: "Table", device: "Device", folder: Path) -> None:
+    """Prints how a sweep's table is put to use; of one with noisy cells, why it should not be."""
+    from gdntune.cli.doctor import put_to_use
+    from gdntune.results.table import noise_words
+
+    ops = sorted({rule.when.op for rule in table.rules})
+    if noise := noise_words(table.evidence):
+        typer.echo(f"The table is marked: {noise}.", err=True)
+    else:
+        typer.echo(f"To use the table, {put_to_use(device, folder / 'table.json', ops)}.")
 
 
 def _print_summary(made: "Report", notes: list[str], folder: Path, files: list[str]) -> None:

@@ -97,20 +97,7 @@ def report_(
             "--json with --format, --out or --against: it is one document on standard output;"
             " leave them out"
         )
-    suffix = {".md": "md", ".csv": "csv", ".html": "html"}.get(
-        out.suffix if out else "", "terminal"
-    )
-    form = form or suffix  # type: ignore[assignment]
-    # A row of others' figures would be taken for one of our measurements.
-    if form == "csv" and against:
-        raise UnsupportedProblem(
-            "--against with csv: expected md, html or the terminal; a CSV holds our measurements"
-        )
-    if form in ("kernel-tuner", "flashinfer-bench") and (against or baseline):
-        raise UnsupportedProblem(
-            f"--against or --baseline with {form}: it holds measurements as they are; leave"
-            " them out"
-        )
+    chosen = _form(form, out, against, baseline)
     made = report(
         runs, [published(name) for name in dict.fromkeys(against or ())], baseline, regret
     )
@@ -118,22 +105,17 @@ def report_(
     if as_json:
         print_json(made.values())
         return
-    if form == "kernel-tuner" or form == "flashinfer-bench":
-        _export(made, form, out or _beside(runs[0], f"-{form}"))
+    if chosen in ("kernel-tuner", "flashinfer-bench"):
+        _export(made, chosen, out or _beside(runs[0], f"-{chosen}"))
         return
-    if form == "terminal":
-        if out is None:
-            made.terminal(terminal(), details=True)
-            return
-        raise UnsupportedProblem(
-            f"--out {out} as terminal: expected a file of md, csv or html; name one, or give"
-            " --format"
-        )
-    if form == "html" and out is None:
+    if chosen == "terminal":
+        made.terminal(terminal(), details=True)
+        return
+    if chosen == "html" and out is None:
         # A page is of no use in a terminal.
         out = _beside(runs[0], ".html")
         typer.echo(f"{out}")
-    text = made.markdown() if form == "md" else made.csv() if form == "csv" else made.html()
+    text = {"md": made.markdown, "csv": made.csv, "html": made.html}[chosen]()
     if out is None:
         typer.echo(text, nl=False)
     else:
@@ -141,6 +123,32 @@ def report_(
             atomic_write(out, text.encode())
         except OSError as e:
             raise UnsupportedProblem(f"--out {out}: cannot be written: {e.strerror or e}") from None
+
+
+def _form(
+    form: str | None, out: Path | None, against: list[str] | None, baseline: str | None
+) -> str:
+    """The form of a report: the one asked for, else what the file's name ends in, else terminal.
+    Raises UnsupportedProblem for options that it has no place for.
+    """
+    suffix = out.suffix if out else ""
+    found = form or {".md": "md", ".csv": "csv", ".html": "html"}.get(suffix, "terminal")
+    # A row of others' figures would be taken for one of our measurements.
+    if found == "csv" and against:
+        raise UnsupportedProblem(
+            "--against with csv: expected md, html or the terminal; a CSV holds our measurements"
+        )
+    if found in ("kernel-tuner", "flashinfer-bench") and (against or baseline):
+        raise UnsupportedProblem(
+            f"--against or --baseline with {found}: it holds measurements as they are; leave"
+            " them out"
+        )
+    if found == "terminal" and out:
+        raise UnsupportedProblem(
+            f"--out {out} as terminal: expected a file of md, csv or html; name one, or give"
+            " --format"
+        )
+    return found
 
 
 def _refuse_empty(runs: list[Path], made: "Report") -> None:
