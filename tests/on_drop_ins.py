@@ -4,7 +4,8 @@ arguments]`.
 Puts gdntune.engines.fla or .flashinfer in the place of the peer's functions, collects the tests of
 PATH, and says which passed, failed, and were skipped and why: what a kernel of ours refuses, and
 tests that call no function that has a drop-in. The peer must be importable, by triton for one: that
-needs no GPU. Exits with 1 if a test failed.
+needs no GPU, and without one its tests run on the CPU (with --noconftest, where their conftest.py
+asks for CUDA). Exits with 1 if a test failed.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import cpu_for_cuda
 import pytest
 import torch
 
@@ -53,9 +55,14 @@ class DropIns:
                 module = importlib.import_module(place)
                 if hasattr(module, name):
                     setattr(module, name, function)
-        if self.peer == "fla" and not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            return
+        if self.peer == "fla":
             # where its tests put their tensors: it takes triton's presence for a GPU's
             importlib.import_module("fla.utils").device = "cpu"
+        else:  # its tests name the device themselves
+            cpu_for_cuda.install()
+            importlib.import_module("flashinfer.utils").get_compute_capability = lambda *_: (9, 0)
 
     def _counted(self, function: Any) -> Any:
         @functools.wraps(function)

@@ -288,7 +288,7 @@ def test_tool_runs_a_peers_tests(tmp_path):
         (tmp_path / "fla" / file).write_text(text)
     (tmp_path / "test_theirs.py").write_text(THEIR_TESTS)
     code = (
-        f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r});"
+        f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}, {str(TOOL.parent)!r}];"
         f" sys.argv = ['tool', 'fla', {str(tmp_path / 'test_theirs.py')!r}];"
         f" runpy.run_path({str(TOOL)!r}, run_name='__main__')"
     )
