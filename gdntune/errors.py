@@ -72,6 +72,7 @@ def shown(name: str, x: object) -> str:
     """How a message says what an argument is: by its value where that is short, else by its type.
     Never by what a device holds.
     """
+    # No tensor: its repr would copy from the device, and wait for it.
     if x is None or isinstance(x, str | Real):
         return f"{name}={x!r}"
     return f"{name} is of type {type(x).__name__}"

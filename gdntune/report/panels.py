@@ -6,7 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from gdntune.problem import Contract, Problem
 from gdntune.report import figures, maps, peers
@@ -104,8 +104,8 @@ class _Maps:
 
     def __init__(self, title: str, chosen: "pd.DataFrame", letters: Mapping[str, str]) -> None:
         self.title = title
-        # of a frame's rows, plain dicts are read ten times as fast
-        self.cells: list[dict[str, Any]] = chosen.to_dict("records")
+        # Of a frame's rows, plain dicts are read ten times as fast.
+        self.cells = cast("list[dict[str, Any]]", chosen.to_dict("records"))
         self.tokens = sorted({c["tokens"] for c in self.cells})
         sizes = sorted({_size(c) for c in self.cells})
         shown = size_names([(B, HV, H) for _, B, HV, H in sizes])

@@ -408,6 +408,7 @@ def _faults(table: Table) -> Iterator[tuple[str, str]]:
     for i, rule in enumerate(table.rules):
         if fault := contract_fault(rule.when):
             yield f"$.rules[{i}].when", f"is no legal contract: {fault}"
+        # Of two rules for one contract the first would serve and the second be dead.
         if rule.when in seen:
             yield (
                 f"$.rules[{i}].when",
