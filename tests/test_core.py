@@ -61,7 +61,7 @@ def python(code, **environment):
 
 
 def test_the_core_decodes_with_and_without_a_compiler(tmp_path):
-    """Fault: a first call without the extras raised ModuleNotFoundError: pebble. What it compiled,
+    """Fault: a first call without the extras raised ModuleNotFoundError. What it compiled,
     as a bundle, is loaded and called where there is no g++, and nothing is written.
     """
     done = python(DECODE, GDNTUNE_CACHE_DIR=str(tmp_path))

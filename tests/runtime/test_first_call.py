@@ -40,7 +40,7 @@ print(json.dumps({{"sum": float(output.float().sum()), "new": sorted(set(sys.mod
 """
 # What only compiling, sweeping or reporting needs.
 UNNEEDED = (
-    "gdntune.objects.build filelock pebble pandas typer rich yaml elftools cutlass cupti pynvml"
+    "gdntune.objects.build filelock pandas typer rich yaml elftools cutlass cupti pynvml"
     " multiprocessing.pool torch._dynamo"
 ).split()
 
