@@ -15,6 +15,7 @@ from gdntune.report.maps import Kind, Tile
 from gdntune.report.words import (
     bound_mark,
     cell_words,
+    counted,
     geometric_mean,
     is_noisy,
     marked,
@@ -423,8 +424,8 @@ def facts(
     )
     yield Fact(
         f"{int((chosen['verified'] == 'ok').sum())} of {len(chosen)}",
-        f"choices agreed with the fp64 reference; {checks.get('ok', 0)} checks passed, {failed}"
-        f" failed{suffix}",
+        f"choices agreed with the fp64 reference; {counted(checks.get('ok', 0), 'check')} passed,"
+        f" {failed} failed{suffix}",
     )
     if noisy := sum(is_noisy(c) for _, c in chosen.iterrows()):
         yield Fact(
@@ -460,6 +461,7 @@ def facts(
         if found["cells"]:
             yield Fact(
                 f"{found['geometric_mean']:.2f} x",
-                f"as fast as {found['peer']} in the geometric mean of {found['cells']} cells,"
+                f"as fast as {found['peer']} in the geometric mean of"
+                f" {counted(found['cells'], 'cell')},"
                 f" {found['worst']:.2f} at worst{suffix}",
             )

@@ -12,7 +12,7 @@ import msgspec
 
 from gdntune.problem import Contract
 from gdntune.report.document import Block, Bullets, Grid, Text
-from gdntune.report.words import cell_words, geometric_mean, ratio
+from gdntune.report.words import cell_words, counted, geometric_mean, ratio
 from gdntune.results.bootstrap import (
     CONFIDENCE,
     LEAST_SAMPLES,
@@ -212,7 +212,8 @@ def lines(frame: "pd.DataFrame", records: list[Record]) -> Iterator[str]:
         if found["cells"]:
             said.append(
                 f"{found['geometric_mean']:.3f} times as fast in the geometric mean of"
-                f" {found['cells']} cells, {found['worst']:.3f} at worst ({found['worst_cell']});"
+                f" {counted(found['cells'], 'cell')}, {found['worst']:.3f} at worst"
+                f" ({found['worst_cell']});"
                 f" slower at {found['slower']}, at {found['behind']} beyond a tie"
             )
             if found["mean_ratio"]:
@@ -224,14 +225,17 @@ def lines(frame: "pd.DataFrame", records: list[Record]) -> Iterator[str]:
                 )
         if untimed := found["untimed"]:
             said.append(
-                "it " + ", ".join(_FATES[name].format(n) for name, n in sorted(untimed.items()))
+                "it "
+                + ", ".join(
+                    _FATES[name].format(counted(n, "cell")) for name, n in sorted(untimed.items())
+                )
             )
         yield f"Against {found['peer']}: {'; '.join(said) or 'no cell has a time of both'}."
 
 
 _FATES = {
-    NOT_INSTALLED: "is not installed ({} cells)",
-    NOT_SERVED: "does not serve {} cells",
+    NOT_INSTALLED: "is not installed ({})",
+    NOT_SERVED: "does not serve {}",
     "failed": "failed at {}",
     "crashed": "crashed at {}",
     "timeout": "timed out at {}",

@@ -74,8 +74,8 @@ def test_peers_that_are_not_here_and_that_do_not_serve():
     for said in (
         "- Against absent: it is not installed (18 cells).",
         "- Against narrow: it does not serve 18 cells.",
-        "- Against wrong: it failed at 18.",
-        "- Against crashing: it crashed at 18.",
+        "- Against wrong: it failed at 18 cells.",
+        "- Against crashing: it crashed at 18 cells.",
         "| absent | not installed | pip install x (no package no_such_package) | 18 |",
         "| narrow | not served | decode: tokens=1, expected 2 | 18 |",
         "| wrong.decode | failed | check failed | 18 |",
