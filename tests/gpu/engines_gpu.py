@@ -39,6 +39,7 @@ from gdntune.runtime import call, dispatch
 # Not served where vLLM's newer gated norm is absent, as in the kit.
 MAY_PASS_ON = {"post conv sigmoid"}
 RESULTS: list[dict[str, Any]] = []
+BATCHES = [1, 16]
 
 
 def say(part: str, name: str, ok: bool | None, **facts: Any) -> None:
@@ -411,7 +412,7 @@ def part_tokens(device: str) -> None:
         except Exception as e:  # noqa: BLE001
             say("tokens", name, False, failed=f"{type(e).__name__}: {str(e)[:300]}")
             continue
-        for batch in (1, 16):
+        for batch in BATCHES:
             for mode, options in modes(device).items():
                 rates = {}
                 for label in ("theirs", "gdntune"):
@@ -517,11 +518,15 @@ def main() -> None:
     run.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     run.add_argument("--out")
     run.add_argument("--tokens", type=int, default=200, help="of the part transformers")
+    run.add_argument("--models", default=",".join(models.MODELS), help="of the last two parts")
+    run.add_argument("--batches", default="1,16", help="of the part tokens")
     given = parser.parse_args()
     logging.basicConfig(level="WARNING", format="%(name)s: %(message)s")
     if given.command == "compile":
         compile_ahead(given.folder, given.arch)
         return
+    models.MODELS = {name: models.MODELS[name] for name in given.models.split(",")}
+    BATCHES[:] = map(int, given.batches.split(","))
     try:
         for part in given.parts or PARTS:
             more = {"tokens": given.tokens} if part == "transformers" else {}
