@@ -17,6 +17,7 @@ _PUBLIC = {
     "load_table": "gdntune.runtime.loading",
     "table_hash": "gdntune.runtime.loading",
     "check_ranks": "gdntune.runtime.loading",
+    "explain": "gdntune.runtime.loading",
     "tune": "gdntune.tuning.tune",
     "check_table": "gdntune.tuning.table_check",
     "RawWindow": "gdntune.runtime.drafts",

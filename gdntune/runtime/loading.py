@@ -66,6 +66,18 @@ def table_hash(device: str = "cuda", index: int = 0) -> str:
     return _runtime(device, index).table_hash()
 
 
+def explain(
+    contract: Contract, work_units: int, device: str = "cuda", index: int = 0
+) -> dict[str, Any]:
+    """What serves a contract at some work units (B*HV), and why, as plain values: the variant, its
+    kernel and knobs, the table and rule that it comes from, what was measured there, warnings.
+    """
+    from gdntune.runtime.explain import explanation
+
+    kind = _runtime(device, index).device.kind
+    return explanation(check_contract(contract), work_units, kind=kind, index=index)
+
+
 def check_ranks(device: str = "cuda", index: int = 0, group: Any = None) -> str:
     """The table hash of this rank, which all ranks of a process group share: tensor-parallel ranks
     that choose other kernels round otherwise. Every rank of the group calls it.

@@ -233,3 +233,10 @@ def test_a_table_of_another_kind_of_device_is_refused(places, monkeypatch):
     monkeypatch.setenv("GDNTUNE_TABLE", str(path))
     with pytest.raises(UnsupportedProblem, match="of kind cuda"):
         Runtime(device()).bind(CONTRACT)
+
+
+def test_explain_says_what_a_call_gets(places):
+    """gdntune.explain names the variant that the runtime would call."""
+    said = gdntune.explain(CONTRACT, 64, "cpu")
+    assert said["variant"] == dispatch.runtime("cpu").bind(CONTRACT).choice(64).variant.id
+    assert said["contract"] == CONTRACT.key() and said["reason"]
