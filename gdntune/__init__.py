@@ -39,8 +39,19 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module 'gdntune' has no attribute {name!r}: it has {', '.join(sorted(_PUBLIC))}"
         )
+    try:
+        module = import_module(_PUBLIC[name])
+    except ModuleNotFoundError as e:
+        # An engine's install of the core lacks what tuning alone needs.
+        if not _PUBLIC[name].startswith("gdntune.tuning") or (e.name or "gdntune").startswith(
+            "gdntune"
+        ):
+            raise
+        from gdntune.errors import ToolMissing
+
+        raise ToolMissing(f"gdntune.{name} needs {e.name}: pip install 'gdntune[sweep]'") from None
     # kept here, so that the next look costs nothing
-    found = globals()[name] = getattr(import_module(_PUBLIC[name]), name)
+    found = globals()[name] = getattr(module, name)
     return found
 
 

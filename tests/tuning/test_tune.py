@@ -173,3 +173,14 @@ def test_vllms_form_of_a_table(given):  # noqa: F811
     assert list(found) == ["1", "13"]  # 100 work units of 8 heads
     assert found["13"] == {"kernel": "cpu_recurrent", **list(made.variants.values())[1].knobs}
     assert Path(name).name == name
+
+
+@pytest.mark.parametrize("name", ["tune", "check_table"])
+def test_without_the_sweep_extra(name):
+    """In an engine's install of the core, what tuning needs is named with the extra that has it."""
+    code = (
+        f"import sys; sys.modules['yaml'] = None\nimport gdntune\n"
+        f"try:\n    gdntune.{name}\nexcept gdntune.ToolMissing as e:\n    print(e)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"gdntune.{name} needs yaml: pip install 'gdntune[sweep]'\n"
