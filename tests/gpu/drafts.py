@@ -3,9 +3,9 @@
     python tests/gpu/drafts.py --objects DIR        # anywhere: compiles what is called
     GDNTUNE_BUNDLE=DIR python tests/gpu/drafts.py   # on the GPU: prints Markdown
 
-Microseconds a layer and step, interleaved, under cold-clean: medians of verify with the inputs in
-the window's memory and with copies to it, of a commit of all drafts for all layers over their
-number, and of a call with a slot per token.
+Microseconds a layer and step, interleaved, under cold-clean, each in a CUDA graph: medians of verify
+with the inputs in the window's memory and with copies to it, of a commit of all drafts for all
+layers over their number, and of a call with a slot per token.
 """
 
 import sys
@@ -85,16 +85,28 @@ def calls(T: int, B: int) -> list:
     first = torch.randint(1, T + 1, (B,), dtype=torch.int32, device="cuda")
     parameters = torch.zeros(2, HV, device="cuda")
     k, v, a, b = given
-    return [
-        lambda _: mine.verify(0, q, own.k, own.v, own.gate, own.b, rows, output=out),
-        lambda _: mine.verify(0, q, *given, rows, output=out),
-        lambda _: mine.commit(rows, accepted),
-        lambda _: gdntune.gated_delta_rule_decode(
+    called = [
+        lambda: mine.verify(0, q, own.k, own.v, own.gate, own.b, rows, output=out),
+        lambda: mine.verify(0, q, *given, rows, output=out),
+        lambda: mine.commit(rows, accepted),
+        lambda: gdntune.gated_delta_rule_decode(
             q, k, v, a=a, b=b, A_log=parameters[0], dt_bias=parameters[1], initial_state=pool,
             ssm_state_indices=slots, num_accepted_tokens=first, disable_state_update=True,
             output=out,
         ),
     ]  # fmt: skip
+    return [captured(call) for call in called]
+
+
+def captured(call):
+    """Replays a call's kernels: eager launches of torch's small ones would wait for the host."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return lambda _: graph.replay()
 
 
 def main() -> None:

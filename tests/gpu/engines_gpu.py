@@ -108,8 +108,19 @@ TRITON = {
 
 def vllm_kernel(name: str) -> Callable[..., Any] | None:
     """vLLM's Triton function of a name."""
-    suffix = "_triton" if name == "fused_gdn_decode_post_conv_mtp" else ""
-    return kernel(TRITON[name], name + suffix) if name in TRITON else None
+    if name not in TRITON:
+        return None
+    if name != "fused_gdn_decode_post_conv_mtp":
+        return kernel(TRITON[name], name)
+    written = kernel(TRITON[name], name + "_triton")
+
+    def made(**arguments: Any) -> Any:
+        if arguments.get("out") is None:  # vLLM's layer makes it before it calls this one
+            arguments["out"] = torch.empty_like(arguments["output_gate"])
+        written(**arguments)
+        return arguments["out"]
+
+    return made
 
 
 def sglang_kernel(method: str, kda: bool) -> Callable[[dict[str, Any]], Any] | None:
