@@ -7,6 +7,7 @@ A table is data: JSON that is validated whole before any of it is used. It can b
 
 import bisect
 import contextlib
+import inspect
 import math
 import os
 import re
@@ -362,13 +363,23 @@ def json_schema() -> dict[str, Any]:
     """The JSON Schema (2020-12) of a table, published as docs/table.schema.json. `validate` checks
     more than a schema can say.
     """
-    schema = msgspec.json.schema(Table)
+    schema = _dedented(msgspec.json.schema(Table))
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": "urn:gdntune:table:1",
         "title": "gdntune dispatch table, version 1",
         **schema,
     }
+
+
+def _dedented(schema: Any) -> Any:
+    """Descriptions are docstrings, which some versions of Python and msgspec leave indented."""
+    if isinstance(schema, dict):
+        return {
+            key: inspect.cleandoc(x) if key == "description" and isinstance(x, str) else _dedented(x)
+            for key, x in schema.items()
+        }
+    return [_dedented(x) for x in schema] if isinstance(schema, list) else schema
 
 
 def check_work_units(work_units: int) -> None:

@@ -45,7 +45,7 @@ def test_commands():
     }
     assert names == {
         "sweep", "bench", "compile", "report", "explain", "doctor", "replay", "judge", "compare", "expect",
-        "table show", "table validate", "table diff", "table merge", "table install", "table which",
+        "table show", "table validate", "table diff", "table merge", "table install", "table which", "table export",
         "configs", "config show", "config from-hf",
     }  # fmt: skip
     reference = (ROOT / "docs" / "reference.md").read_text()
