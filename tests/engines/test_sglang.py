@@ -1,12 +1,13 @@
 """SGLang's plug-in: its dispatchers, built after the hooks are applied, call ours, and are right
 against their own kernels; what is not served goes on.
 
-With an unpacked wheel of SGLang in .gpu_kit/sources its own dispatchers, backends and registry of
-hooks are used too; elsewhere stand-ins with their recorded signatures.
+With an unpacked wheel of SGLang in the folder that GDNTUNE_ENGINE_SOURCES names, its own dispatchers,
+backends and registry of hooks are used too; elsewhere stand-ins with their recorded signatures.
 """
 
 import importlib
 import logging
+import os
 from pathlib import Path
 
 import calls
@@ -20,7 +21,7 @@ from gdntune.engines import substitute
 from gdntune.errors import UnsupportedProblem
 
 SIZES = calls.Sizes()
-SOURCES = Path(__file__).parent.parent.parent / ".gpu_kit" / "sources"
+SOURCES = Path(os.environ.get("GDNTUNE_ENGINE_SOURCES", "none"))
 
 
 @pytest.fixture(params=["stand-in", "their own"])
@@ -28,7 +29,7 @@ def sglang(request, tmp_path, monkeypatch):
     """A package sglang that can be imported, and the plug-in as in a new process."""
     real = SOURCES if request.param == "their own" else None
     if real is not None and not (real / "sglang").exists():
-        pytest.skip("no unpacked sglang in .gpu_kit/sources")
+        pytest.skip("no unpacked sglang: GDNTUNE_ENGINE_SOURCES names none")
     for name, value in (("_null", None), ("_hooked", False), ("_choice_added", False)):
         monkeypatch.setattr(ours, name, value)
     monkeypatch.delenv("GDNTUNE_SGLANG", raising=False)

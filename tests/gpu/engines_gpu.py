@@ -4,8 +4,8 @@
     GDNTUNE_BUNDLE=DIR python tests/gpu/engines_gpu.py run [PART...] [--out FILE]
     python tests/gpu/engines_gpu.py run --device cpu      # small sizes, no compiler of graphs
 
-Parts: vllm and sglang compare each call that they make with their Triton kernels, where the kit for
-GPU machines has these, and with fp64, then time decode and verify; transformers generates 200 tokens
+Parts: vllm and sglang compare each call that they make with their Triton kernels, where these can be
+imported, and with fp64, then time decode and verify; transformers generates 200 tokens
 with and without gdntune, eager, compiled and in CUDA graphs; tokens times a model of 12 layers.
 Prints a line a result, writes them to FILE as JSON, and exits with 1 if one of them is wrong.
 """
@@ -36,7 +36,7 @@ from gdntune.engines import sglang, transformers, vllm
 from gdntune.errors import UnsupportedProblem
 from gdntune.runtime import call, dispatch
 
-# Not served where vLLM's newer gated norm is absent, as in the kit.
+# Not served where vLLM's newer gated norm is absent.
 MAY_PASS_ON = {"post conv sigmoid"}
 RESULTS: list[dict[str, Any]] = []
 BATCHES = [1, 16]
@@ -64,13 +64,13 @@ def sizes(device: str) -> Iterator[calls.Sizes]:
             )  # fmt: skip
 
 
-# -- the engines' modules: stand-ins around the kernels that the kit has
+# -- the engines' modules: stand-ins around the kernels that are installed
 
 
 @contextlib.contextmanager
 def engines() -> Iterator[None]:
-    """Packages vllm and sglang: those of the kit, where it is unpacked, with stand-ins for the
-    modules that it lacks.
+    """Packages vllm and sglang: what is installed of them, with stand-ins for the modules that are
+    not.
     """
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -90,10 +90,10 @@ def engines() -> Iterator[None]:
 
 
 def kernel(module: str, name: str) -> Callable[..., Any] | None:
-    """A kernel's function of the kit, or None where the kit lacks it."""
+    """An engine's kernel, or None where it is not installed."""
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception:  # noqa: BLE001 - a kit without triton, or for another one, raises anything
+    except Exception:  # noqa: BLE001 - without triton, or with another one, anything is raised
         return None
 
 
@@ -124,7 +124,7 @@ def vllm_kernel(name: str) -> Callable[..., Any] | None:
 
 
 def sglang_kernel(method: str, kda: bool) -> Callable[[dict[str, Any]], Any] | None:
-    """What a method of SGLang's Triton kernels does, by its functions of the kit."""
+    """What a method of SGLang's Triton kernels does, by its functions that are installed."""
     place = "sglang.kernels.ops.attention"
     if method == "packed_decode":
         name = f"fused_recurrent_{'kda' if kda else 'gated_delta_rule'}_packed_decode"
