@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import tvm_ffi
 
+from gdntune.runtime.headers import DLTensor
+
 from .faults import Unmodelled
 from .grid import Launch
 from .program import Program
@@ -41,25 +43,8 @@ class _Config(ctypes.Structure):
     )
 
 
-class _Tensor(ctypes.Structure):
-    """DLTensor."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("kind", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
 class _ManagedTensor(ctypes.Structure):
-    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+    _fields_ = (("tensor", DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
 _LAUNCHED = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Config), ctypes.POINTER(ctypes.c_void_p))
@@ -75,7 +60,7 @@ class DeviceTensor:
         shape = (ctypes.c_int64 * x.ndim)(*x.shape)
         strides = (ctypes.c_int64 * x.ndim)(*strides_in_elements)
         kind, bits = _DTYPES[x.dtype]
-        tensor = _Tensor(address, _CUDA, 0, x.ndim, kind, bits, 1, shape, strides, 0)
+        tensor = DLTensor(address, _CUDA, 0, x.ndim, kind, bits, 1, shape, strides, 0)
         self._kept = shape, strides, _ManagedTensor(tensor, None, None)
 
     def __dlpack__(self, **_: Any) -> Any:
