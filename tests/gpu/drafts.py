@@ -9,18 +9,15 @@ layers over their number, and of a call with a slot per token.
 """
 
 import sys
-from pathlib import Path
 
+import ahead
 import torch
 
 import gdntune
-from gdntune import kernels
 from gdntune.device import arch
-from gdntune.objects.build import compile_objects
-from gdntune.objects.store import Store, default_root, object_spec, write_bundle
+from gdntune.objects.store import Store, default_root
 from gdntune.problem import Contract, Problem
 from gdntune.runtime import environment
-from gdntune.runtime.dispatch import Runtime
 from gdntune.timing import Policy, summary
 from gdntune.tuning.session import Session
 
@@ -47,28 +44,11 @@ def slots_contract(T: int) -> Contract:
     return Contract(tokens=T, mode="frozen", intermediate="slots", accepted=True)
 
 
-def objects(folder: str, target: str = "sm_90a", name: str = "NVIDIA H200") -> None:
-    """Compiles and bundles what a table can choose for these contracts."""
-    from gdntune.device import gpus
-
-    device = gpus.named(name)
-    runtime = Runtime(device)
-    wanted = [kernels.flush()]
-    for T in TOKENS:
-        called = (*window(T, 1, "cpu").contracts, slots_contract(T))
-        wanted += [(c, x.variant) for c in called for x in runtime.choices(c)]
-    pairs = [
-        (object_spec(k, c, v, device, label=label), k.compiler)
-        for c, v in wanted
-        for k in [kernels.get(v.kernel)]
-        for label in ([None, "flush"] if (c, v) == kernels.flush() else [None])
-    ]
-    store = Store()
-    for built in compile_objects(pairs, store):
-        if not built.ok:
-            sys.exit(f"{built.spec.name}: {built.reason}")
-    bundle = write_bundle(store, [spec for spec, _ in pairs], Path(folder))
-    print(f"{len(bundle.objects)} objects in {folder}")
+def contracts() -> list[Contract]:
+    """What is called."""
+    return [
+        c for T in TOKENS for c in (*window(T, 1, "cpu").contracts, slots_contract(T))
+    ]  # fmt: skip
 
 
 def calls(T: int, B: int) -> list:
@@ -132,6 +112,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--objects" in sys.argv:
-        objects(sys.argv[sys.argv.index("--objects") + 1])
+        ahead.bundle(contracts(), sys.argv[sys.argv.index("--objects") + 1])
     else:
         main()

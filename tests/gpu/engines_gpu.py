@@ -12,6 +12,7 @@ Prints a line a result, writes them to FILE as JSON, and exits with 1 if one of 
 
 import argparse
 import contextlib
+import fcntl
 import importlib
 import json
 import logging
@@ -26,6 +27,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import ahead
 import calls
 import models
 import stand_ins
@@ -40,6 +42,7 @@ from gdntune.runtime import call, dispatch
 MAY_PASS_ON = {"post conv sigmoid"}
 RESULTS: list[dict[str, Any]] = []
 BATCHES = [1, 16]
+MODES = ["eager", "compiled", "graphs"]
 
 
 def say(part: str, name: str, ok: bool | None, **facts: Any) -> None:
@@ -365,7 +368,7 @@ def modes(device: str) -> dict[str, dict[str, Any]]:
     found = {"eager": {}, "compiled": {**static, "compile_config": compiled}}
     if device == "cuda":
         found["graphs"] = {**static, "compile_config": CompileConfig(mode="reduce-overhead")}
-    return found
+    return {name: options for name, options in found.items() if name in MODES}
 
 
 @contextlib.contextmanager
@@ -383,9 +386,29 @@ def counted_calls() -> Iterator[list[int]]:
         yield count
 
 
-def _generated(model: Any, options: dict[str, Any], **more: Any) -> torch.Tensor:
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Waits for the other processes of this script that are timing: several may run at once, one
+    a model.
+    """
+    with open(Path(tempfile.gettempdir()) / "gdntune-engines-gpu.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _generated(model: Any, options: dict[str, Any], tokens: int) -> tuple[torch.Tensor, float]:
+    """The tokens, and how many a second a second run gives, which compiles nothing."""
     torch._dynamo.reset()
-    return models.generate(model, **options, **more)
+    found = models.generate(model, tokens=tokens, **options)
+    with alone():
+        began = time.perf_counter()
+        again = models.generate(model, tokens=tokens, **options)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        rate = again.shape[0] * tokens / (time.perf_counter() - began)
+    if not torch.equal(found, again):
+        raise AssertionError("a second run of the same prompt gave other tokens")
+    return found, rate
 
 
 def part_transformers(device: str, tokens: int = 200) -> None:
@@ -396,17 +419,19 @@ def part_transformers(device: str, tokens: int = 200) -> None:
             try:
                 model = models.made(name, device=device)
                 transformers.disable()
-                expected = _generated(model, options, tokens=tokens)
+                expected, theirs_rate = _generated(model, options, tokens)
                 transformers.enable()
                 with counted_calls() as count:
-                    got = _generated(model, options, tokens=tokens)
+                    got, rate = _generated(model, options, tokens)
             except Exception as e:  # noqa: BLE001 - one model or mode that fails must not hide others
                 say("transformers", title, False, failed=f"{type(e).__name__}: {str(e)[:300]}")
                 continue
             finally:
                 transformers.disable()
             same = bool(torch.equal(got, expected))
-            facts: dict[str, Any] = {"tokens": tokens, "calls": count[0]}
+            facts: dict[str, Any] = {
+                "tokens": tokens, "calls": count[0], "tokens/s": rate, "theirs": theirs_rate,
+            }  # fmt: skip
             if not same:
                 facts["first_difference"] = int((got != expected).any(0).nonzero()[0])
             say("transformers", title, same and count[0] > 0, **facts)
@@ -440,13 +465,15 @@ def part_tokens(device: str) -> None:
 
 def _rate(model: Any, options: dict[str, Any], tokens: int, batch: int) -> float:
     torch._dynamo.reset()
+    models.generate(model, tokens=tokens, batch=batch, **options)  # compiles
     best = float("inf")
-    for _ in range(3):  # the first compiles
-        began = time.perf_counter()
-        models.generate(model, tokens=tokens, batch=batch, **options)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
+    with alone():
+        for _ in range(2):
+            began = time.perf_counter()
+            models.generate(model, tokens=tokens, batch=batch, **options)
+            if model.device.type == "cuda":
+                torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - began)
     return batch * tokens / best
 
 
@@ -492,38 +519,13 @@ def contracts() -> list[Any]:
     return list(found)
 
 
-def compile_ahead(folder: str, target: str) -> None:
-    """Compiles what a run calls, for a GPU, and bundles it."""
-    from gdntune import kernels
-    from gdntune.device import arch
-    from gdntune.objects.build import compile_objects
-    from gdntune.objects.store import Store, object_spec, write_bundle
-    from gdntune.runtime.dispatch import Runtime
-
-    device = arch.target(target)
-    wanted = {}
-    for contract in contracts():
-        for choice in Runtime(device).choices(contract):
-            of = kernels.get(choice.variant.kernel)
-            spec = object_spec(of, contract, choice.variant, device)
-            wanted[spec.key] = (spec, of.compiler)
-    store = Store()
-    failed = [b for b in compile_objects(list(wanted.values()), store) if not b.ok]
-    for b in failed:
-        print(b.spec.name, b.reason, file=sys.stderr)
-    if failed:
-        sys.exit(1)
-    bundle = write_bundle(store, [spec for spec, _ in wanted.values()], Path(folder))
-    print(f"{len(bundle.objects)} objects in {folder}")
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    ahead = commands.add_parser("compile")
-    ahead.add_argument("folder")
-    ahead.add_argument("--arch", default="sm_90a")
+    objects = commands.add_parser("compile")
+    objects.add_argument("folder")
+    objects.add_argument("--arch", default="h200", help="a GPU's name, or its arch")
     run = commands.add_parser("run")
     run.add_argument("parts", nargs="*", choices=[*PARTS, []])
     run.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -531,13 +533,15 @@ def main() -> None:
     run.add_argument("--tokens", type=int, default=200, help="of the part transformers")
     run.add_argument("--models", default=",".join(models.MODELS), help="of the last two parts")
     run.add_argument("--batches", default="1,16", help="of the part tokens")
+    run.add_argument("--modes", default="eager,compiled,graphs", help="of the last two parts")
     given = parser.parse_args()
     logging.basicConfig(level="WARNING", format="%(name)s: %(message)s")
     if given.command == "compile":
-        compile_ahead(given.folder, given.arch)
+        ahead.bundle(contracts(), given.folder, given.arch)
         return
     models.MODELS = {name: models.MODELS[name] for name in given.models.split(",")}
     BATCHES[:] = map(int, given.batches.split(","))
+    MODES[:] = given.modes.split(",")
     try:
         for part in given.parts or PARTS:
             more = {"tokens": given.tokens} if part == "transformers" else {}

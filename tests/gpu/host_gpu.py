@@ -3,8 +3,10 @@ torch.compile, torch.export, CUDA graphs, two streams.
 
     python tests/gpu/host_gpu.py [--device cuda] [--peers flashinfer,sglang,vllm] [--seconds 20]
 
-On a GPU machine set GDNTUNE_BUNDLE to what tests/gpu/objects.py made. `--device cpu` runs the same
-steps without graphs and streams. Prints a line a step; exits 1 where one failed.
+    python tests/gpu/host_gpu.py --objects DIR      # anywhere: compiles what is called
+
+On a GPU machine set GDNTUNE_BUNDLE to what --objects made. `--device cpu` runs the same steps without
+graphs and streams. Prints a line a step; exits 1 where one failed.
 """
 
 import argparse
@@ -21,8 +23,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
+import ahead
 import public
 
 import gdntune
@@ -241,7 +245,11 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--peers", default="")
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--objects", metavar="DIR")
     given = parser.parse_args()
+    if given.objects:
+        ahead.bundle(CONTRACTS, given.objects)
+        return 0
     device = given.device
     steps = {
         "first call from a bundle": lambda: first_call(device),
