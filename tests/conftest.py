@@ -3,6 +3,7 @@
 import functools
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import warm
 
 _FOLDERS = pytest.StashKey[Path]()
 _DESELECTED = pytest.StashKey[int]()
@@ -64,6 +66,22 @@ def choices_are_timed_once():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def processes_are_warm():
+    """Timing processes are forked from one that has imported torch, see `warm`: never for a GPU."""
+    with pytest.MonkeyPatch.context() as patched:
+        if not _has_gpu():
+            warm.patch(patched)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def processes_are_cold(request, monkeypatch):
+    """Tests marked `cold` start timing processes as a user's sweep does."""
+    if request.node.get_closest_marker("cold"):
+        monkeypatch.setattr("gdntune.tuning.program.subprocess", subprocess)
+
+
 @pytest.fixture(autouse=True)
 def noise_is_seen(request, monkeypatch, noise_guard):
     """Tests marked `noise` have the guard as it is."""
@@ -115,6 +133,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["GDNTUNE_CACHE_DIR"] = os.environ.get("GDNTUNE_TEST_CACHE") or str(folder / "cache")
     os.environ["XDG_DATA_HOME"] = str(folder / "data")
     os.environ["TVM_FFI_CACHE_DIR"] = str(folder / "tvm-ffi")
+    warm.place(folder)
     _settings()
 
 
@@ -166,6 +185,7 @@ def pytest_terminal_summary(
         terminalreporter.write_line(f"{n} gpu tests were left out: no CUDA device is here")
 
 
+@functools.cache
 def _has_gpu() -> bool:
     import torch
 

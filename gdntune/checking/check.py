@@ -157,6 +157,17 @@ class _Part:
         )
 
 
+def _index(at: int, shape: Sequence[int]) -> list[int]:
+    """The indices of an element by its number; torch.unravel_index imports sympy for it, which
+    takes a checking process longer than its checks of a small contract.
+    """
+    found = []
+    for size in reversed(shape):
+        at, here = divmod(at, size)
+        found.append(here)
+    return found[::-1]
+
+
 def _coordinates(case: Case, name: str, leading: int, rest: Sequence[int]) -> str:
     """`state[slot=3, head=1, v=7, k=0]` of a place and the indices below it, whatever the layout in
     memory.
@@ -248,7 +259,7 @@ class Truth:
         shares = torch.where(shares.isnan(), torch.inf, shares)
         at = int(shares.argmax())
         share = float(shares.reshape(-1)[at])
-        index = [int(i) for i in torch.unravel_index(torch.tensor(at), shares.shape)]
+        index = _index(at, shares.shape)
         where = _coordinates(after, part.name, int(part.places[index[0]]), index[1:])
         worst = (
             f"{where}: got {float(got[tuple(index)]):.9g}, want"

@@ -11,6 +11,9 @@ import pytest
 from gdntune.errors import GdntuneError, MeasurementError
 from gdntune.tuning.executors import Child, Crashed, on_each, share_out
 
+# Their processes start as a user's do.
+pytestmark = pytest.mark.cold
+
 
 class Fake:
     """A worker whose jobs run in this process."""

@@ -5,6 +5,8 @@ Processes are real. After each the table stands on the same trials as an undistu
 keys: none is lost, none is repeated.
 """
 
+import contextlib
+import itertools
 import os
 import random
 import re
@@ -17,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import warm
 from fakes import faulty
 
 from gdntune import search
@@ -27,16 +30,17 @@ from gdntune.results import journal
 from gdntune.results.journal import Build, Cell, Check, Journal, Trial
 from gdntune.tuning import config
 
+CELLS = 40
 CONFIG = """
 name: faults
 device: cpu
 model: {H: 1, HV: 2, K: 64, V: 64}
-batch: [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17]
+batch: [BATCHES]
 tokens: [1]
 contracts: [{state_dtype: fp32}]
 kernels: {cpu_recurrent: {vec: [8, 16], tile_v: [16, 32], ilp: [2]}}
 search: {screen_rounds: 3, keep: 99, final_rounds: 6, max_cell_seconds: 30}
-"""
+""".replace("BATCHES", ", ".join(map(str, range(1, CELLS + 1))))
 BROKEN = """
 name: broken
 device: cpu
@@ -48,7 +52,7 @@ kernels: {cpu_recurrent: {vec: [16], tile_v: [16], ilp: [2]}, faulty: {fault: FA
 search: {screen_rounds: 3, keep: 3, final_rounds: 4, max_cell_seconds: 1}
 """
 BOOT_S = 600.0
-CELLS = 16
+NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +115,13 @@ class Running:
         path.write_text(CONFIG)
         self.folder = folder
         self.seen: set[int] = set()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "fakes.sweeping", path, folder, store.root, *map(str, largest)],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self.said = tmp_path / f"said {next(NUMBERS)}"
+        with self.said.open("w") as said:
+            self.process = warm.Popen(
+                [sys.executable, "-m", "fakes.sweeping", path, folder, store.root, *largest],
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+                stdout=said.fileno(),
+            )
 
     def size(self):
         """Bytes of its journal."""
@@ -140,26 +144,39 @@ class Running:
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
-                fields = stat.read_text().rpartition(")")[2].split()
-                command = (stat.parent / "cmdline").read_bytes()
+                name = stat.read_text().partition("(")[2].rpartition(")")[0]
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if int(fields[1]) == self.process.pid and b"tuning.program" in command:
+            if name == f"of {self.process.pid}":
                 found.append(int(stat.parent.name))
         return found
+
+    @contextlib.contextmanager
+    def held(self):
+        """It stands still meanwhile, however busy the machine is."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        yield
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill_children(self):
+        """kill -9 of its timing process; whether there was one."""
+        found = self.children()
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+        return bool(found)
 
     def kill(self):
         """kill -9 of the sweep alone; whether it still ran."""
         ran = self.process.poll() is None
         self.seen |= set(self.children())
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
         return ran
 
     def finish(self):
         """What it says in the end, and its exit code."""
-        said, _ = self.process.communicate(timeout=BOOT_S)
-        return said, self.process.returncode
+        code = self.process.wait()
+        return self.said.read_text(), code
 
     def gone(self):
         """Whether every timing process that it had when it was killed has ended, within two
@@ -190,10 +207,11 @@ def whole_lines(folder):
 
 
 def killed_again_and_again(tmp_path, store, seed, kills):
-    """Starts a sweep and kills it, so many times: while it starts, and around writes to its
-    journal; then lets it end. Its folder.
+    """Starts a sweep and kills it, up to so many times: while it starts, and around writes to its
+    journal; then lets it end. Its folder, and how often it was killed.
     """
     pick, folder, last, started = random.Random(seed), tmp_path / f"killed {seed}", b"", []
+    killed = 0
     for _ in range(kills):
         running = Running(tmp_path, store, folder)
         started.append(running)
@@ -202,14 +220,15 @@ def killed_again_and_again(tmp_path, store, seed, kills):
             running.wait_for_writes(writes)
             time.sleep(pick.uniform(0, 0.06))
         else:
-            time.sleep(pick.uniform(0, 1.5))
-        assert running.kill(), "it ended before it was killed: give it more cells"
+            time.sleep(pick.uniform(0, 0.6))
+        # On a machine that is busy with other things it may have ended.
+        killed += running.kill()
         kept = whole_lines(folder)
         assert kept.startswith(last), "a record that was written is gone"
         last = kept
     assert Running(tmp_path, store, folder).finish() == ("table\n", 0)
     assert all(running.gone() for running in started), "a process outlived its sweep"
-    return folder
+    return folder, killed
 
 
 def test_kill_9_at_random_moments(undisturbed, store, tmp_path):
@@ -217,9 +236,9 @@ def test_kill_9_at_random_moments(undisturbed, store, tmp_path):
     or repeated them.
     """
     with ThreadPoolExecutor(2) as pool:
-        folders = list(
-            pool.map(lambda seed: killed_again_and_again(tmp_path, store, seed, 5), (1, 2))
-        )
+        made = list(pool.map(lambda seed: killed_again_and_again(tmp_path, store, seed, 5), (1, 2)))
+    folders = [folder for folder, _ in made]
+    assert sum(killed for _, killed in made) >= 5, "it ends before it is killed: give it more cells"
     for folder in folders:
         assert keys(journal.read(folder)[1]) == keys(undisturbed[1])
     assert_same_work(folders[0], undisturbed, store)
@@ -235,15 +254,16 @@ def test_kill_9_of_the_worker_and_a_second_sweep(undisturbed, store, tmp_path):
     running = Running(tmp_path, store, folder)
     # the header and the builds are written, the checks are next
     running.wait_for_writes(2)
-    for pid in running.children():
-        os.kill(pid, signal.SIGKILL)
-    with pytest.raises(Locked, match=f"in use by process {running.process.pid} on "):
-        sweep(folder, store)
+    with running.held():
+        assert running.kill_children()
+        with pytest.raises(Locked, match=f"in use by process {running.process.pid} on "):
+            sweep(folder, store)
     while not any(isinstance(r, Cell) for r in journal.read(folder)[1]):
         assert running.process.poll() is None
         time.sleep(0.002)
-    for pid in running.children():
-        os.kill(pid, signal.SIGKILL)
+    with running.held():
+        assert sum(isinstance(r, Cell) for r in journal.read(folder)[1]) < CELLS
+        assert running.kill_children()
     assert running.finish() == ("table\n", 0)
     assert keys(journal.read(folder)[1]) == keys(undisturbed[1])
 

@@ -31,9 +31,9 @@ SEARCH = Search(screen_rounds=4, keep=2, final_rounds=12, max_cell_seconds=5.0)
 
 
 @pytest.fixture(scope="module")
-def variants(tmp_path_factory):
+def variants():
     """A store with four decode variants and two floors of a small contract."""
-    device, store = arch.detect("cpu"), Store(tmp_path_factory.mktemp("objects"))
+    device, store = arch.detect("cpu"), Store()
     decode = kernels.variants(CONTRACT, device)[:4]
     floor = kernels.variants(CONTRACT, device, "floor")[:2]
     objects = [
@@ -42,6 +42,17 @@ def variants(tmp_path_factory):
     ]
     assert all(b.ok for b in build.compile_objects(objects, store))
     return store, list(decode), list(floor)
+
+
+@pytest.fixture(scope="module")
+def twelve():
+    """A store with twelve decode variants of one kernel."""
+    device, store = arch.detect("cpu"), Store()
+    kernel = kernels.get(kernels.variants(CONTRACT, device)[0].kernel)
+    decode = [v for v in kernels.variants(CONTRACT, device) if v.kernel == kernel.name][:12]
+    pairs = [(object_spec(kernel, CONTRACT, v, device), kernel.compiler) for v in decode]
+    assert all(b.ok for b in build.compile_objects(pairs, store))
+    return store, decode
 
 
 def a_session(store, l2="warm"):
@@ -74,34 +85,22 @@ def test_what_is_judged_is_timed_to_the_end(variants):
     assert always <= finals
 
 
-def test_all_are_timed_to_the_end_where_as_many_are_kept(tmp_path):
+def test_all_are_timed_to_the_end_where_as_many_are_kept(twelve):
     """Fault: `keep` of more than a third of the variants kept that third, so a sweep meant to be
     exhaustive was none.
     """
-    device, store = arch.detect("cpu"), Store(tmp_path)
-    kernel = kernels.get(kernels.variants(CONTRACT, device)[0].kernel)
-    decode = [v for v in kernels.variants(CONTRACT, device) if v.kernel == kernel.name][:12]
-    assert all(
-        b.ok
-        for b in build.compile_objects(
-            [(object_spec(kernel, CONTRACT, v, device), kernel.compiler) for v in decode], store
-        )
-    )
+    store, decode = twelve
     every = msgspec.structs.replace(SEARCH, screen_rounds=5, keep=99)
     result = time_cell(a_session(store), PROBLEM, decode, [], every)
     assert {len(t.final_us) for t in result.timed} == {12}
 
 
 @pytest.mark.parametrize(("rounds", "looks"), [(2, {2}), (4, {3, 4}), (6, {3, 6}), (11, {6, 11})])
-def test_the_screen_has_two_looks(tmp_path, rounds, looks):
+def test_the_screen_has_two_looks(twelve, rounds, looks):
     """All variants have half of the screen's samples, three at least; those that go on have all of
     them.
     """
-    device, store = arch.detect("cpu"), Store(tmp_path)
-    kernel = kernels.get(kernels.variants(CONTRACT, device)[0].kernel)
-    decode = [v for v in kernels.variants(CONTRACT, device) if v.kernel == kernel.name][:12]
-    pairs = [(object_spec(kernel, CONTRACT, v, device), kernel.compiler) for v in decode]
-    assert all(b.ok for b in build.compile_objects(pairs, store))
+    store, decode = twelve
     result = time_cell(
         a_session(store), PROBLEM, decode, [], msgspec.structs.replace(SEARCH, screen_rounds=rounds)
     )
