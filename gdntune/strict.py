@@ -122,9 +122,20 @@ def refuse_odd_json(data: bytes, source: str, error: type[GdntuneError]) -> None
             twice.append(found[_MARK])
         return found
 
+    odd: list[str] = []
+
+    def number(text: str) -> float:
+        found = float(text)
+        if not math.isfinite(found):
+            odd.append(text)
+        return found
+
     try:
-        raw = json.loads(data, object_pairs_hook=paired)
+        raw = json.loads(data, object_pairs_hook=paired, parse_float=number, parse_constant=number)
     except (ValueError, RecursionError):
+        return
+    # A table has tens of thousands of values: only where one is odd is it worth finding.
+    if not twice and not odd:
         return
     if twice:
         path, key = next(_where(raw, lambda v: isinstance(v, dict) and _MARK in v))
