@@ -12,6 +12,8 @@ _PUBLIC = {
     "gated_delta_rule_decode": "gdntune.runtime.ops",
     "gated_delta_rule_packed_decode": "gdntune.runtime.ops",
     "kda_decode": "gdntune.runtime.ops",
+    "gated_delta_rule_layer_decode": "gdntune.runtime.layers",
+    "kda_layer_decode": "gdntune.runtime.layers",
     "plan": "gdntune.runtime.loading",
     "prepare": "gdntune.runtime.loading",
     "load_table": "gdntune.runtime.loading",

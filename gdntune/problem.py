@@ -17,6 +17,7 @@ Gate = Literal["raw", "log", "softplus", "lower_bound"]
 Beta = Literal["logit", "given"]
 Mode = Literal["update", "frozen"]
 Intermediate = Literal["none", "dense", "indexed", "slots"]
+Norm = Literal["none", "silu", "sigmoid"]
 
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 MAX_TOKENS = 16
@@ -45,6 +46,9 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
     pool: the state is a pool of slots named by index tensors; otherwise row n of the state belongs
         to request n.
     ragged: q, k, v are packed rows [1, total, ...] delimited by cu_seqlens.
+    norm: what the layer does with a head's output o [V] in the same call: nothing, or
+        o rsqrt(mean(o^2) + eps) norm_weight gate(output_gate), its gate `silu` or `sigmoid`.
+    norm_weight_dtype: of its weight [V]; the output gate has the inputs' dtype.
     """
 
     op: Op = "gdn_decode"
@@ -65,6 +69,13 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
     accepted: bool = False
     pool: bool = True
     ragged: bool = False
+    norm: Norm = "none"
+    norm_weight_dtype: DType = "fp32"
+
+    @property
+    def layer(self) -> bool:
+        """Whether a call does more of a model's layer than gates and delta rule."""
+        return self.norm != "none"
 
     @property
     def has_parameters(self) -> bool:
@@ -98,6 +109,18 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
                     f"{field.name}={str(value).lower() if isinstance(value, bool) else value}"
                 )
         return ".".join(parts)
+
+
+# What came after the first tables and journals, at its defaults.
+_LATER = b',"norm":"none","norm_weight_dtype":"fp32"'
+
+
+def without_defaults(encoded: bytes) -> bytes:
+    """Compact JSON whose contracts of the delta rule alone say nothing of the rest of a layer, so
+    that what older versions wrote is written again byte for byte, and they read what this one
+    writes.
+    """
+    return encoded.replace(_LATER, b"")
 
 
 # With two of them as factors, work units fit into 64 bits.
@@ -160,6 +183,11 @@ def contract_fault(c: Any) -> str | None:
         return (
             f"accepted=True with intermediate={c.intermediate!r}: num_accepted_tokens goes with"
             " 'slots' alone"
+        )
+    if c.norm == "none" and c.norm_weight_dtype != "fp32":
+        return (
+            f"norm_weight_dtype={c.norm_weight_dtype!r} with norm='none': there is no weight;"
+            " leave it at 'fp32'"
         )
     return None
 

@@ -61,7 +61,8 @@ def bytes_moved(problem: Problem) -> int:
     """Every byte that must move, as this module's head says.
 
     q, k [B,T,H,K]; v, output [B,T,HV,V]; a [B,T,HV] (KDA: g [B,T,HV,K]); b [B,T,HV]; A_log [HV] and
-    dt_bias [HV] (KDA: [HV,K]) where the gate has them. A ragged batch counts as full: B*T tokens.
+    dt_bias [HV] (KDA: [HV,K]) where the gate has them; with a norm the output's gate [B,T,HV,V] and
+    the weight [V]. A ragged batch counts as full: B*T tokens.
     """
     c = problem.contract
     rows, HV = problem.B * c.tokens, problem.HV
@@ -74,6 +75,8 @@ def bytes_moved(problem: Problem) -> int:
     total += rows * (gates * ITEMSIZE[c.gate_dtype] + HV * ITEMSIZE[c.beta_dtype])
     if c.has_parameters:
         total += HV * ITEMSIZE[c.A_log_dtype] + gates * ITEMSIZE[c.dt_bias_dtype]
+    if c.norm != "none":
+        total += rows * HV * c.V * ITEMSIZE[c.input_dtype] + c.V * ITEMSIZE[c.norm_weight_dtype]
     return total
 
 

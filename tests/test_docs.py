@@ -19,7 +19,7 @@ PAGES = [
 ]
 OF_EXAMPLE = {
     "decode": "engine", "packed": "engine", "verify": "engine", "own_config": "tune",
-    "in_transformers": "engine", "in_vllm": "engine", "in_sglang": "engine", "drop_ins": "engine",
+    "layer": "engine", "in_transformers": "engine", "in_vllm": "engine", "in_sglang": "engine", "drop_ins": "engine",
 }  # fmt: skip
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdntune.checking.draw import Draw, draw_beta, draw_gate, draw_qkv
+from gdntune.checking.draw import Draw, draw_beta, draw_gate, draw_norm, draw_qkv
 from gdntune.checking.options import Options
 from gdntune.checking.reference import DTYPES
 from gdntune.checking.slots import Slots, assign_slots, some
 from gdntune.errors import UnsupportedProblem
-from gdntune.kernels.spec import DECODE_ARGUMENTS
+from gdntune.kernels.spec import arguments_of
 from gdntune.problem import Contract, Problem, check_contract, problem_fault
 from gdntune.sol import FloorForm
 
@@ -34,8 +34,8 @@ def whole(x: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Case:
-    """The arguments of one call, in the order and by the names of DECODE_ARGUMENTS; a tensor that
-    the contract lacks is None.
+    """The arguments of one call, in the order and by the names of `spec.arguments_of`; a tensor
+    that the contract lacks is None.
 
     mixed [B*T, 2*H*K + HV*V]: q, k and v packed in rows besides, where a producer writes them so
     too, for calls that take them so.
@@ -64,6 +64,9 @@ class Case:
     beta_scale: float = 1.0
     null_index: int = -1
     use_qk_l2norm: int = 1
+    output_gate: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_eps: float = 1e-6
     mixed: Tensor | None = None
 
     @property
@@ -73,7 +76,7 @@ class Case:
 
     def tensors(self) -> dict[str, Any]:
         """Tensors and scalars by name, as `reference.decode` takes them."""
-        return {name: getattr(self, name) for name in DECODE_ARGUMENTS}
+        return {name: getattr(self, name) for name in arguments_of(self.contract)}
 
     def arguments(self) -> tuple[Any, ...]:
         """What a kernel is called with. int64 indices go as the int32 view of their low words: no
@@ -139,6 +142,7 @@ def make_case(
     a, A_log, dt_bias = draw_gate(draw, problem, rows, o)
     b = draw_beta(draw, problem, rows, o)
     state = _state(draw, problem, plan.slots, o.slot_stride_pad)
+    output_gate, norm_weight = draw_norm(draw, problem, rows, o)
 
     def index(values: Sequence[Any]) -> Tensor:
         return _index(values, o, place)
@@ -167,6 +171,9 @@ def make_case(
         beta_scale=2.0 if o.neg_eigval else 1.0,
         null_index=o.null_index,
         use_qk_l2norm=int(o.use_qk_l2norm),
+        output_gate=output_gate,
+        norm_weight=norm_weight,
+        norm_eps=o.norm_eps,
     )
     _poison_padding(case, plan, bounds)
     return case
@@ -241,7 +248,8 @@ def _buffer(problem: Problem, options: Options, place: torch.device) -> Tensor |
 def _poison_padding(case: Case, plan: Slots, bounds: Sequence[int]) -> None:
     """NaN for the inputs of padding, and of packed rows beyond the last request."""
     ragged = case.contract.ragged
-    for x in (case.q, case.k, case.v, case.a, case.b):
+    gate = () if case.output_gate is None else (case.output_gate,)
+    for x in (case.q, case.k, case.v, case.a, case.b, *gate):
         for n in plan.padding:
             (x[0, bounds[n] : bounds[n + 1]] if ragged else x[n]).fill_(math.nan)
         if ragged:

@@ -38,7 +38,7 @@ from torch import Tensor
 from gdntune.checking.cases import Case, make_case, whole
 from gdntune.checking.reference import trace
 from gdntune.errors import CheckFailed
-from gdntune.kernels.spec import DECODE_ARGUMENTS
+from gdntune.kernels.spec import arguments_of
 from gdntune.problem import Contract, Problem, check_contract
 
 UNIT = 2.0**-24
@@ -271,7 +271,7 @@ class Truth:
         """A verdict where anything changed that no request was to write: other slots, gaps between
         slots, inputs.
         """
-        for name in DECODE_ARGUMENTS:
+        for name in arguments_of(self.before.contract):
             old, new = getattr(self.before, name), getattr(after, name)
             if not isinstance(old, Tensor):
                 continue
@@ -371,7 +371,13 @@ def recipes(contract: Contract, thorough: bool = False) -> Iterator[tuple[Proble
     plain = {"use_qk_l2norm": False, "scale": 0.3, "extreme_gates": True, "strided_indices": True}
     yield (
         Problem(c, 3, 2, 2),
-        {**plain, "softplus_beta": 1.5, "softplus_threshold": 0.5, "lower_bound": -3.0},
+        {
+            **plain,
+            "softplus_beta": 1.5,
+            "softplus_threshold": 0.5,
+            "lower_bound": -3.0,
+            "norm_eps": 0.1,
+        },
     )
     if thorough:
         # More requests than a warp has lanes.

@@ -106,6 +106,24 @@ def draw_gate(
     return a, A_log.to(DTYPES[c.A_log_dtype]), dt_bias.to(DTYPES[c.dt_bias_dtype])
 
 
+def draw_norm(
+    draw: Draw, problem: Problem, rows: tuple[int, int], options: Options
+) -> tuple[Tensor | None, Tensor | None]:
+    """The output's gate [*rows, HV, V] and the norm's weight [V], near one as trained ones are;
+    None where the contract has no norm.
+    """
+    c = problem.contract
+    if c.norm == "none":
+        return None, None
+    gate = draw.normal(*rows, problem.HV, c.V, dtype=DTYPES[c.input_dtype])
+    if options.extreme_gates:
+        # beyond exp's range in fp32, on either side
+        fifth = torch.arange(gate.numel(), device=draw.device).view(gate.shape) % 5
+        gate = torch.where(fifth == 1, 100.0, torch.where(fifth == 3, -100.0, gate)).to(gate.dtype)
+    weight = (1 + draw.normal(c.V) / 4).to(DTYPES[c.norm_weight_dtype])
+    return _gapped(gate) if options.packed_qkv else gate, weight
+
+
 def _extreme(draw: Draw, a: Tensor, bias: Tensor) -> Tensor:
     """Of every six gates in memory order two stay, two lie just above softplus' turn, one each at
     +-100, beyond exp's range in fp32.

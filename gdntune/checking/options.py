@@ -40,6 +40,7 @@ class Options:
     parameters_by_head: whether A_log and dt_bias are [HV] or [H].
     gate_shift: added to a. 2 makes decays of e^-0.4 to e^-4, which show errors of the gate best.
     extreme_gates: some gates at which exp overflows or vanishes.
+    norm_eps: of a norm behind the delta rule.
     """
 
     slots: int | None = None
@@ -67,3 +68,4 @@ class Options:
     parameters_by_head: Literal["HV", "H"] = "HV"
     gate_shift: float = 0.0
     extreme_gates: bool = False
+    norm_eps: float = 1e-6

@@ -20,7 +20,7 @@ def present(x: Tensor | None, name: str) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given:
-    """A call's arguments by the names of DECODE_ARGUMENTS; a tensor that the contract lacks is
+    """A call's arguments by the names of `spec.arguments_of`; a tensor that the contract lacks is
     None, and so is a scale of K**-0.5.
     """
 
@@ -46,6 +46,9 @@ class Given:
     beta_scale: float = 1.0
     null_index: int = -1
     use_qk_l2norm: bool | int = True
+    output_gate: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_eps: float = 1e-6
 
     def tensor(self, name: str) -> Tensor:
         """An argument that the contract asks for; UnsupportedProblem where it is None."""

@@ -47,6 +47,12 @@ def normalised(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPSILON)
 
 
+def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, epsilon: float, kind: str) -> Tensor:
+    """x [..., V] over its root mean square, times weight [V] and silu(gate) or sigmoid(gate)."""
+    factor = torch.sigmoid(gate) if kind == "sigmoid" else gate * torch.sigmoid(gate)
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + epsilon) * weight * factor
+
+
 def softplus(x: Tensor, beta: float, threshold: float) -> Tensor:
     """log(1 + exp(beta x)) / beta, and x itself where beta x > threshold, so nothing overflows."""
     return torch.nn.functional.softplus(x, beta, threshold)
@@ -120,7 +126,7 @@ class Trace:
     seen. zero [n]: outputs of padding, exactly zero. reach [n, HV]: the norm that an output row has
     where q meets the state at a random angle, norm(S) norm(q) / sqrt(K). The row itself can be as
     small as chance has it (a state of one token is u k^T, its outputs u (k.q)), what rounding loses
-    cannot.
+    cannot. With a norm it is what that norm comes to behind it.
     """
 
     output: Tensor
@@ -220,7 +226,22 @@ def _computed(
         reaches.append(start.flatten(-2).norm(dim=-1) * query[:, t].norm(dim=-1) * K**-0.5)
         if contract.intermediate != "none" or t == T - 1:
             states.append(start)
-    return torch.stack(outputs, 1), torch.stack(states, 1), torch.stack(reaches, 1)
+    output, reach = torch.stack(outputs, 1), torch.stack(reaches, 1)
+    if contract.norm != "none":
+        output, reach = _normed(contract, given, where, output, reach)
+    return output, torch.stack(states, 1), reach
+
+
+def _normed(
+    contract: Contract, given: Given, where: Places, output: Tensor, reach: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The outputs behind the gated norm, and their reach: what an error of that norm becomes."""
+    gate = _tokens(given.tensor("output_gate"), where, output.dtype)
+    weight = given.tensor("norm_weight").detach().to(output.dtype)
+    rstd = torch.rsqrt((output * output).mean(-1) + given.norm_eps)
+    factors = gated_norm(torch.ones_like(output), weight, gate, 0.0, contract.norm)
+    normed = gated_norm(output, weight, gate, given.norm_eps, contract.norm)
+    return normed, reach * rstd * factors.norm(dim=-1) * contract.V**-0.5
 
 
 def _tokens(x: Tensor, where: Places, dtype: torch.dtype) -> Tensor:

@@ -63,6 +63,8 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "accepted": "with slots: num_accepted_tokens names the column to start from",
         "pool": "states in slots named by indices; else row n is request n's",
         "ragged": "packed rows with cu_seqlens",
+        "norm": "gated RMSNorm over V in the same launch, its gate silu or sigmoid; none: no norm",
+        "norm_weight_dtype": "of the norm's weight",
     },
     "`policy`": {
         "timer": "how a call is timed; auto is CUPTI on CUDA where it works, else CUDA events",

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from gdntune.device.arch import Device
 from gdntune.errors import TableError, UnknownName, UnsupportedProblem, listed
 from gdntune.kernels import (
+    cpu_layer_config,
     cpu_recurrent_config,
     cpu_stream_config,
+    layer_config,
     recurrent_config,
     stream_config,
     wy_block_config,
@@ -43,9 +45,11 @@ KERNELS: dict[str, Kernel] = {
         wy_config.KERNEL,
         wy_block_config.KERNEL,
         wy_lanes_config.KERNEL,
+        layer_config.KERNEL,
         stream_config.KERNEL,
         cpu_recurrent_config.KERNEL,
         cpu_stream_config.KERNEL,
+        cpu_layer_config.KERNEL,
     )
 }
 
@@ -96,7 +100,7 @@ def at(problem: Problem, device: Device, found: Iterable[Variant]) -> list[Varia
 def refuse(contract: Contract, variant: Variant) -> str | None:
     """Why a variant cannot serve a contract, or None."""
     kernel = get(variant.kernel)
-    return kernel.refuse(contract, kernel.setting(variant.knobs))
+    return kernel.fault(contract, kernel.setting(variant.knobs))
 
 
 def check_names(found: Iterable[Variant], source: str) -> None:
@@ -114,10 +118,11 @@ def default(contract: Contract, work_units: int, device: Device, role: Role = "d
     """The variant used where no table speaks: of the kernel that leads for the contract, else of
     the device's first of the role.
     """
-    found = serving(device, role)
+    found = [k for k in serving(device, role) if role == "floor" or k.layer == contract.layer]
     if not found:
         raise UnsupportedProblem(
-            f"no {role} kernel runs on {device.kind} ({device.name}): there are {listed(KERNELS)}"
+            f"no {role} kernel for {contract.key()} runs on {device.kind} ({device.name}): there"
+            f" are {listed(KERNELS)}"
         )
     kernel = next((k for k in found if k.leads(contract)), found[0])
     return kernel.variant(kernel.default(contract, work_units, device))

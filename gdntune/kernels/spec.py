@@ -22,6 +22,12 @@ the contract does not have is None.
     negative eigenvalues)
     null_index, use_qk_l2norm   int32 (an index that is negative or equals null_index is padding)
 
+A kernel of layers (`Kernel.layer`) serves the contracts that do more of a layer than gates and
+delta rule, and takes behind these
+
+    output_gate   [B, T, HV, V] of the inputs' dtype;  norm_weight [V]
+    norm_eps      float32
+
 A floor kernel takes (state [slots, n], slots [B] int32: those that it moves, one after another,
 intermediate [B, steps, n] or None, factor float32, sink [1] float32). Nothing is allocated or kept
 by a kernel; CUDA kernels run on the current stream.
@@ -42,10 +48,16 @@ DECODE_ARGUMENTS = (
     " intermediate output scale softplus_beta softplus_threshold lower_bound beta_scale null_index"
     " use_qk_l2norm"
 ).split()
+LAYER_ARGUMENTS = ("output_gate", "norm_weight", "norm_eps")
 FLOOR_ARGUMENTS = ("state", "slots", "intermediate", "factor", "sink")
 
 Role = Literal["decode", "floor"]
 Facts = Mapping[str, Any]
+
+
+def arguments_of(contract: Contract) -> list[str]:
+    """The names of what a contract's decode kernels are called with, in order."""
+    return [*DECODE_ARGUMENTS, *(LAYER_ARGUMENTS if contract.layer else ())]
 
 
 def knob(tag: str, doc: str, **kw: Any) -> Any:
@@ -90,6 +102,8 @@ class Kernel:
         otherwise.
     under: whether a setting's times mean something under an L2 policy; they do under all, unless it
         says otherwise.
+    layer: whether it serves contracts that do more of a layer than gates and delta rule, and those
+        alone; its calling convention has more arguments then.
     block: what a setting's thread blocks are launched with, by contract; None where there are none
         (the CPU).
     sources: modules or files below gdntune/ whose text decides the object; the fingerprint covers
@@ -110,6 +124,16 @@ class Kernel:
     at: Callable[[Problem, Device, Any], bool] = lambda problem, device, setting: True
     under: Callable[[Any, str], bool] = lambda setting, l2: True
     block: Callable[[Contract, Any], Block] | None = None
+    layer: bool = False
+
+    def fault(self, contract: Contract, setting: Any) -> str | None:
+        """Why a setting cannot serve a contract, or None: what `refuse` says, and whether the
+        calling convention is the contract's.
+        """
+        if self.role == "decode" and contract.layer != self.layer:
+            expected = "'silu' or 'sigmoid'" if self.layer else "'none'"
+            return f"norm={contract.norm!r}: {self.name} serves contracts with norm={expected}"
+        return self.refuse(contract, setting)
 
     def variant(self, knobs: Any) -> Variant:
         """The variant of a setting; knobs at their default stay out of its id."""
@@ -171,6 +195,8 @@ class Kernel:
         self, contract: Contract, device: Device, l2: str = "cold-clean"
     ) -> tuple[Variant, ...]:
         """The variants worth trying under an L2 policy."""
+        if self.role == "decode" and contract.layer != self.layer:
+            return ()
         return tuple(self.variant(s) for s in self.space(contract, device) if self.under(s, l2))
 
 

@@ -49,6 +49,8 @@ def contract_rest(c: Contract) -> str:
         "pool": "no pool",
         "ragged": "ragged",
         "accepted": "accepted",
+        "norm": f"{c.norm} norm",
+        "norm_weight_dtype": f"norm weight {c.norm_weight_dtype}",
     }
     return ", ".join(
         words for name, words in said.items() if getattr(c, name) != getattr(usual, name)

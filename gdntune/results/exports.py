@@ -217,6 +217,7 @@ _ALWAYS: dict[str, Any] = {
     "beta": "logit",
     "accepted": False,
     "ragged": False,
+    "norm": "none",
 }
 _STATUS = {
     "failed": "RUNTIME_ERROR",

@@ -24,7 +24,7 @@ from gdntune.device.arch import Card, Device
 from gdntune.errors import JournalError, Locked, listed, no_folder
 from gdntune.files import write_whole
 from gdntune.kernels.spec import Variant
-from gdntune.problem import Contract, Problem
+from gdntune.problem import Contract, Problem, without_defaults
 from gdntune.results.workload import Load
 
 SCHEMA = "gdntune.journal/1"
@@ -523,10 +523,10 @@ def _subject(record: Record) -> object:
 def encode(record: Any) -> bytes:
     """The line of a record."""
     try:
-        line = msgspec.json.encode(record)
+        line = _encoded(record)
         if isinstance(record, Trial) and _FINER.search(line, line.index(_SAMPLES)):
             rounded = [round(x, 3) for x in record.samples_us]
-            line = msgspec.json.encode(msgspec.structs.replace(record, samples_us=rounded))
+            line = _encoded(msgspec.structs.replace(record, samples_us=rounded))
         return line + b"\n"
     # A compiler's output and a command line need not be text.
     except UnicodeEncodeError:
@@ -534,7 +534,11 @@ def encode(record: Any) -> bytes:
         texts = {
             name: v.encode("utf-8", "replace").decode() for name, v in fields if isinstance(v, str)
         }
-        return msgspec.json.encode(msgspec.structs.replace(record, **texts)) + b"\n"
+        return _encoded(msgspec.structs.replace(record, **texts)) + b"\n"
+
+
+def _encoded(record: Any) -> bytes:
+    return without_defaults(msgspec.json.encode(record))
 
 
 def digest(run: Run, records: Iterable[Record]) -> str:

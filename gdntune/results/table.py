@@ -23,7 +23,7 @@ from gdntune.errors import JournalError, TableError, UnsupportedProblem, listed
 from gdntune.files import write_whole
 from gdntune.kernels.fingerprint import same_objects
 from gdntune.kernels.spec import Variant
-from gdntune.problem import ITEMSIZE, Contract, contract_fault
+from gdntune.problem import ITEMSIZE, Contract, contract_fault, without_defaults
 from gdntune.sol import Bound
 
 SCHEMA = "gdntune.table/1"
@@ -33,7 +33,7 @@ WorkUnits = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORK_UNITS)]
 Micros = Annotated[float, msgspec.Meta(gt=0)]
 
 # Without these equal a variant's tile and vector sizes mean something else, so a rule says nothing.
-_REQUIRED = ("op", "K", "V", "layout")
+_REQUIRED = ("op", "K", "V", "layout", "norm")
 # What decides time, the first the most; the other fields (dtypes of small tensors, gate and beta)
 # are not looked at for an exact match.
 _NEARNESS = ("state_dtype", "intermediate", "mode", "tokens", "ragged", "pool", "accepted")
@@ -345,7 +345,7 @@ def _text(table: Table) -> bytes:
 
 
 def _line(value: Any) -> str:
-    return msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
+    return msgspec.json.format(without_defaults(msgspec.json.encode(value)), indent=0).decode()
 
 
 def stale(table: Table, fingerprints: Mapping[str, str]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import torch
 
 from gdntune.errors import GdntuneError, UnsupportedProblem, listed, shown
-from gdntune.kernels.spec import DECODE_ARGUMENTS
+from gdntune.kernels.spec import arguments_of
 from gdntune.problem import MAX_TOKENS, Contract, Layout
 from gdntune.runtime.memory import memory_fault
 
@@ -34,6 +34,7 @@ TENSORS = (
     "A_log a dt_bias b g beta initial_state_indices output_state_indices intermediate_states_buffer"
     " intermediate_state_indices ssm_state_indices num_accepted_tokens cu_seqlens output"
 ).split()
+LAYER_TENSORS = ("output_gate", "norm_weight")
 STATIC = ("state_layout", "batch_invariant", "disable_state_update", "max_tokens")
 NUMBERS = (
     "scale softplus_beta softplus_threshold null_index use_qk_l2norm allow_neg_eigval lower_bound"
@@ -84,7 +85,7 @@ def explain(error: Exception, called: dict[str, Any], needed: str) -> None:
     tensors = {
         name: x
         for name, x in called.items()
-        if name in needed.split() or (name in TENSORS and x is not None)
+        if name in needed.split() or (name in (*TENSORS, *LAYER_TENSORS) and x is not None)
     }
     faults = [fault for name, x in tensors.items() if (fault := tensor_fault(name, x))]
     if (
@@ -230,11 +231,14 @@ def expected_shapes(
     if c.ragged:
         yield "cu_seqlens", ("B+1",)
     yield "output", (N, T, HV, c.V)
+    if c.norm != "none":
+        yield "output_gate", (N, T, HV, c.V)
+        yield "norm_weight", (c.V,)
 
 
 def faults(contract: Contract, values: tuple[Any, ...]) -> Iterator[str]:
     """What is wrong with a call, argument by argument."""
-    arguments = dict(zip(DECODE_ARGUMENTS, values, strict=True))
+    arguments = dict(zip(arguments_of(contract), values, strict=True))
     device = arguments["q"].device
     heads = {arguments["v"].shape[2], arguments["q"].shape[2]}
     for name, shape in expected_shapes(contract, arguments):
@@ -267,8 +271,8 @@ def faults(contract: Contract, values: tuple[Any, ...]) -> Iterator[str]:
             yield f"{given}: expected one row a value head or one a q/k head, {sorted(heads)}"
         elif fault := _stride_fault(name, x, contract):
             yield f"{given}: {fault}"
-    for name in ("k", "v", "output"):
-        if arguments[name] is not None and arguments[name].dtype != arguments["q"].dtype:
+    for name in ("k", "v", "output", "output_gate"):
+        if arguments.get(name) is not None and arguments[name].dtype != arguments["q"].dtype:
             yield (
                 f"{name} has dtype {arguments[name].dtype}: expected q's, {arguments['q'].dtype}"
             )
@@ -289,7 +293,9 @@ def _stride_fault(name: str, x: Any, contract: Contract) -> str | None:
     itemsize = x.element_size()
     # How many inner dimensions a kernel takes as contiguous; the outer ones have strides of their
     # own.
-    inner = {"state": 3, "intermediate": 3, "q": 2, "k": 2, "v": 2, "output": 2}.get(name, 0)
+    inner = {"state": 3, "intermediate": 3, "norm_weight": 1}.get(name, 0)
+    if name in ("q", "k", "v", "output", "output_gate"):
+        inner = 2
     if name == "a" and contract.op == "kda_decode":
         inner = 2
     if name == "dt_bias" and contract.op == "kda_decode":
@@ -335,7 +341,7 @@ def check_values(contract: Contract, values: tuple[Any, ...]) -> None:
     """
     for fault in faults(contract, values):
         raise UnsupportedProblem(fault)
-    for fault in _value_faults(contract, dict(zip(DECODE_ARGUMENTS, values, strict=True))):
+    for fault in _value_faults(contract, dict(zip(arguments_of(contract), values, strict=True))):
         raise UnsupportedProblem(f"{fault} (found by GDNTUNE_CHECK=1)")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gdntune.errors import UnsupportedProblem, listed
 from gdntune.runtime import arguments, contracts, environment, parts, traced
-from gdntune.runtime.contracts import Settings, Tensors, name_of
+from gdntune.runtime.contracts import NO_LAYER, Layer, Settings, Tensors, name_of
 from gdntune.runtime.dispatch import Bound, Function, runtime
 from gdntune.runtime.guard import pattern
 from gdntune.runtime.memory import view
@@ -84,9 +84,13 @@ def _first(key: Any, tensors: tuple[Any, ...], settings: tuple[Any, ...], route:
     return output
 
 
-def first(t: Tensors, s: Settings, route: bool) -> tuple[Tensor, Found | None]:
+def first(
+    t: Tensors, s: Settings, route: bool, layer: Layer = NO_LAYER
+) -> tuple[Tensor, Found | None]:
     """Looks at a call whole and runs it. Returns its output and what it came to, None where each
     such call is to be looked at.
+
+    layer: what it does beside gates and delta rule; its arguments are none of `Found`'s.
     """
     faults = [
         fault
@@ -94,16 +98,21 @@ def first(t: Tensors, s: Settings, route: bool) -> tuple[Tensor, Found | None]:
         if (x is not None or field in ("state", "q", "k", "v", "a", "b"))
         and (fault := arguments.tensor_fault(name_of(field, s), x))
     ]
+    faults += [
+        fault
+        for name, x in layer.tensors.items()
+        if x is not None and (fault := arguments.tensor_fault(name, x))
+    ]
     if faults:
         raise UnsupportedProblem("; ".join(faults))
-    if special := traced.special(t):
+    if special := traced.special(t) or traced.wrapped(layer.tensors):
         if route:
             return traced.run(t, s), None
         raise UnsupportedProblem(f"{special}: expected are dense tensors with memory")
     B = contracts.requests(t, s)
     with LOCK:
-        bound = _bind(t, s)
-        _check_gradients(t, s)
+        bound = _bind(t, s, layer)
+        _check_gradients(t, s, layer)
         if t.output is None:
             t = t._replace(output=torch.empty_like(t.v, memory_format=_contiguous))
         # No request: there is nothing to launch, and a grid of 0 is an error on CUDA.
@@ -112,7 +121,7 @@ def first(t: Tensors, s: Settings, route: bool) -> tuple[Tensor, Found | None]:
         contracts.check_sizes(bound.contract, t, s, B)
         adapt = _adapter(t, s)
         numbers = contracts.numbers(s, bound.contract.K)
-        values = (*(adapt(t) if adapt else t), *numbers)
+        values = (*(adapt(t) if adapt else t), *numbers, *layer.values)
         if faults := list(arguments.faults(bound.contract, values)):
             raise UnsupportedProblem("; ".join(faults))
         checking = environment.checking()
@@ -121,30 +130,34 @@ def first(t: Tensors, s: Settings, route: bool) -> tuple[Tensor, Found | None]:
             arguments.check_values(bound.contract, values)
         function: Function = bound.at(B * t.v.shape[2])
         if B > parts.MAX_REQUESTS:
+            parts.check_layer(bound.contract, B)
             function = parts.in_parts(function, bound.contract)
     try:
         function(*values)
     except (TypeError, ValueError, RuntimeError) as e:
         raise arguments.refusal(bound.contract, values, e) from e
     # A guard does not see whether gradients are on.
-    if checking or any(x.requires_grad for x in (t.q, t.k, t.v, t.state, t.a, t.b)):
+    judged = (t.q, t.k, t.v, t.state, t.a, t.b, layer.output_gate)
+    if checking or any(x is not None and x.requires_grad for x in judged):
         return t.output, None
     return t.output, Found(function, numbers, adapt, bound.contract)
 
 
-def _bind(t: Tensors, s: Settings) -> Bound:
+def _bind(t: Tensors, s: Settings, layer: Layer) -> Bound:
     arguments.check_static(s.state_layout, s.batch_invariant, s.frozen, s.max_tokens)
-    contract = contracts.contract_of(t, s)
+    contract = layer.contract(contracts.contract_of(t, s))
     device = t.q.device
     return runtime(device.type, device.index or 0).bind(
         contract, batch_invariant=bool(s.batch_invariant)
     )
 
 
-def _check_gradients(t: Tensors, s: Settings) -> None:
+def _check_gradients(t: Tensors, s: Settings, layer: Layer) -> None:
     """Refuses tensors that a gradient is asked of."""
     fields = ("q", "k", "v", "state", "a", "b")
     names = [name_of(f, s) for f in fields if getattr(t, f).requires_grad]
+    if layer.output_gate is not None and layer.output_gate.requires_grad:
+        names.append("output_gate")
     if names and torch.is_grad_enabled():
         raise UnsupportedProblem(
             f"{listed(names)}: requires_grad is set and gradients are on, and decode has none;"

@@ -57,6 +57,44 @@ class Settings(NamedTuple):
     use_qk_l2norm: Any
 
 
+class Layer(NamedTuple):
+    """What a call does of a layer beside gates and delta rule: of the norm its gate's kind, `none`
+    where there is none, and its arguments.
+    """
+
+    norm: Any = "none"
+    output_gate: Any = None
+    norm_weight: Any = None
+    norm_eps: Any = 1e-6
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Its tensors by name."""
+        return {"output_gate": self.output_gate, "norm_weight": self.norm_weight}
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What a compiled function takes behind a call's numbers."""
+        if self.norm == "none":
+            return ()
+        # a parameter of a model, which DLPack refuses
+        return self.output_gate, self.norm_weight.detach(), float(self.norm_eps)
+
+    def contract(self, inner: Contract) -> Contract:
+        """The contract of a call whose gates and delta rule are those of another."""
+        if self.norm == "none":
+            return inner
+        weight = self.norm_weight.dtype
+        if weight not in DTYPES:
+            raise UnsupportedProblem(
+                f"norm_weight has dtype {weight}: expected one of {listed(DTYPES)}"
+            )
+        return check_contract(inner.replace(norm=self.norm, norm_weight_dtype=DTYPES[weight]))
+
+
+NO_LAYER = Layer()
+
+
 def name_of(field: str, s: Settings) -> str:
     """What the caller calls a tensor."""
     if field == "slot_index":

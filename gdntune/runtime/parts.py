@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from gdntune.errors import UnsupportedProblem
 from gdntune.problem import Contract
 from gdntune.runtime.contracts import Tensors
 
@@ -10,6 +11,15 @@ from gdntune.runtime.contracts import Tensors
 # it can be tested there.
 MAX_REQUESTS = 65535
 TENSORS = len(Tensors._fields)
+
+
+def check_layer(contract: Contract, B: int) -> None:
+    """UnsupportedProblem for a layer's call of more requests than a launch has."""
+    if contract.layer:
+        raise UnsupportedProblem(
+            f"{B} requests with norm={contract.norm!r}: expected at most {MAX_REQUESTS} a call;"
+            " give them in several"
+        )
 
 
 def in_parts(function: Callable[..., Any], contract: Contract) -> Callable[..., None]:

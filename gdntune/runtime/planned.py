@@ -67,6 +67,11 @@ def make_plan(bound: Bound, batches: int, HV: int, given: dict[str, Any]) -> Pla
     arguments, 0.5 us of the 0.9 that a call would have on top of the compiled function.
     """
     c = bound.contract
+    if c.layer:
+        raise UnsupportedProblem(
+            f"plan() of {c.key()}: expected a contract with norm='none'; call"
+            " gdntune.gated_delta_rule_layer_decode or kda_layer_decode"
+        )
     settings = _settings(c, given)
     numbers = contracts.numbers(settings, c.K)
     scale, softplus_beta, threshold, lower_bound, beta_scale, null_index, l2norm = numbers

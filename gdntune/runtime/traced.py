@@ -21,6 +21,19 @@ def special(t: Tensors) -> str | None:
     for field, x in zip(t._fields, t, strict=True):
         if x is not None and (key := memory.wrapper(x)) is not None:
             return f"{field} is {memory.WRAPPERS[key]}"
+    return _active()
+
+
+def wrapped(tensors: dict[str, Any]) -> str | None:
+    """Why a compiled function must not be handed named tensors as they are; None where it may."""
+    for name, x in tensors.items():
+        if x is not None and (key := memory.wrapper(x)) is not None:
+            return f"{name} is {memory.WRAPPERS[key]}"
+    return None
+
+
+def _active() -> str | None:
+    """The mode or transform that is active."""
     if torch._C._len_torch_dispatch_stack():
         return "a dispatch mode is active"
     if torch._C._are_functorch_transforms_active():

@@ -111,6 +111,8 @@ class Chain:
         # A floor writes no output; what it leaves there must pass as finite.
         first.output.zero_()
         flowing = {name: getattr(first, name) for name in PRODUCED}
+        if first.output_gate is not None:
+            flowing["output_gate"] = first.output_gate
         if packed:
             rows = [x.reshape(-1, x.shape[2] * x.shape[3]) for x in (first.q, first.k, first.v)]
             flowing[PACKED] = torch.cat(rows, dim=1)

@@ -349,7 +349,7 @@ def _refused(
     if any(type(x) is type(value) for x in found) and (type(value) is not int or value > 0):
         for contract, values in zip(contracts, worth, strict=True):
             settings = itertools.product(*{**values, knob: [value]}.values()) if values else ()
-            if any(not kernel.refuse(contract, kernel.knobs(*setting)) for setting in settings):
+            if any(not kernel.fault(contract, kernel.knobs(*setting)) for setting in settings):
                 return None
     return sorted(found)
 
@@ -361,6 +361,8 @@ def _worth_trying(kernel: Kernel, contract: Contract, device: arch.Device) -> di
     try:
         # A kernel with nothing to try still has its default rule's setting.
         settings = kernel.space(contract, device) or (kernel.default(contract, 1, device),)
+        if kernel.fault(contract, settings[0]):
+            return {}
     except ValueError:
         return {}
     names = [f.name for f in dataclasses.fields(kernel.knobs)]

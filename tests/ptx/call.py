@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gdntune.kernels.spec import DECODE_ARGUMENTS, FLOOR_ARGUMENTS
+from gdntune.kernels.spec import FLOOR_ARGUMENTS, arguments_of
 from gdntune.problem import Contract
 
 from . import grid, host
@@ -60,10 +60,10 @@ def decode(compiled: Compiled, contract: Contract, ptx: str | None = None) -> In
     writes_state = contract.mode == "update" or contract.intermediate == "slots"
     writable = ["output", "intermediate", *(["state"] if writes_state else [])]
     # GDN's a and b, and indices, are small: their strides are of 32 bits
-    spread = ["state", "q", "k", "v", "output", "intermediate"]
+    spread = ["state", "q", "k", "v", "output", "intermediate", "output_gate"]
     if contract.op == "kda_decode":
         spread.append("a")
-    return Interpreted(compiled, DECODE_ARGUMENTS, writable, spread, ptx)
+    return Interpreted(compiled, arguments_of(contract), writable, spread, ptx)
 
 
 def floor(compiled: Compiled, contract: Contract, ptx: str | None = None) -> Interpreted:

@@ -42,6 +42,11 @@ CONTRACT: dict[str, tuple[Any, ...]] = {
     "pool": (True, False),
     "ragged": (False, True),
 }
+# What a kernel of layers has besides.
+LAYER: dict[str, tuple[Any, ...]] = {
+    "norm": ("silu", "sigmoid"),
+    "norm_weight_dtype": FLOATS,
+}
 # make_case's options, plain values first
 CALL: dict[str, tuple[Any, ...]] = {
     "group": (1, 2, 3),
@@ -94,7 +99,7 @@ class Row:
 def _contract(draw: dict[str, Any]) -> Contract | None:
     """The contract of a draw, or None where there is none such."""
     op, gate = draw["op_and_gate"]
-    fields = {name: draw[name] for name in CONTRACT if name != "op_and_gate"}
+    fields = {name: x for name, x in draw.items() if name in Contract.__struct_fields__}
     contract = Contract(op=op, gate=gate, **fields)
     return None if contract_fault(contract) else contract
 
@@ -128,23 +133,27 @@ def _settings(kernel: Kernel) -> tuple[Any, ...]:
     device = arch.target(ARCH)
     states = (("k_last", "bf16"), ("k_last", "fp32"), ("v_last", "bf16"))
     found: dict[Any, None] = {}
-    for op, tokens in product(GATES, (1, 3, 8)):
-        for (layout, state), mode in product(states, ("update", "frozen")):
-            if layout == "k_last" or mode == "update":
-                base = Contract(op, tokens, layout=layout, state_dtype=state, gate=GATES[op][0])
-                found.update(dict.fromkeys(kernel.space(base.replace(mode=mode), device)))
-    slots = Contract(tokens=3, mode="frozen", intermediate="slots")
-    found.update(dict.fromkeys(kernel.space(slots, device)))
+    # a norm needs all of V: its kernels' settings are those of one V
+    plain = Contract(norm="silu" if kernel.layer else "none")
+    for V in CONTRACT["V"] if kernel.layer else (plain.V,):
+        for op, tokens in product(GATES, (1, 3, 8)):
+            for (layout, state), mode in product(states, ("update", "frozen")):
+                if layout == "k_last" or mode == "update":
+                    base = plain.replace(op=op, tokens=tokens, V=V, gate=GATES[op][0], mode=mode)
+                    base = base.replace(layout=layout, state_dtype=state)
+                    found.update(dict.fromkeys(kernel.space(base, device)))
+        slots = plain.replace(tokens=3, V=V, mode="frozen", intermediate="slots")
+        found.update(dict.fromkeys(kernel.space(slots, device)))
     return tuple(found)
 
 
 def _serves(kernel: Kernel, contract: Contract) -> bool:
-    return any(kernel.refuse(contract, s) is None for s in _settings(kernel))
+    return any(kernel.fault(contract, s) is None for s in _settings(kernel))
 
 
 def _walk(kernel: Kernel, pick: random.Random) -> list[dict[str, Any]]:
     """Draws that a kernel serves: from one to the next some fields change."""
-    fields = {**CONTRACT, **CALL}
+    fields = {**CONTRACT, **(LAYER if kernel.layer else {}), **CALL}
     draw: dict[str, Any] | None = None
     served: dict[Contract, bool] = {}
     found = []

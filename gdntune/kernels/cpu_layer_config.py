@@ -1,0 +1,22 @@
+"""Knobs of `cpu_layer`: `cpu_recurrent`'s, which decide all but the norm."""
+
+import dataclasses
+
+from gdntune.kernels import cpu_recurrent_config
+from gdntune.kernels.spec import Facts
+from gdntune.problem import Contract
+
+
+def facts(c: Contract) -> Facts:
+    """What an object is compiled for; the weight's dtype is told by its tensor."""
+    return {**cpu_recurrent_config.facts(c), "norm": c.norm}
+
+
+KERNEL = dataclasses.replace(
+    cpu_recurrent_config.KERNEL,
+    name="cpu_layer",
+    facts=facts,
+    compiler="gdntune.kernels.cpu_layer:compile",
+    sources=("gdntune.kernels.cpu_layer", "kernels/cpu/layer.h"),
+    layer=True,
+)

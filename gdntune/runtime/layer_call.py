@@ -1,0 +1,159 @@
+"""A layer's calls: q, k and v lie in one packed tensor, which become views, and what the call does
+beside gates and delta rule is handed on behind its numbers.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdntune.errors import UnsupportedProblem
+from gdntune.runtime import arguments, call
+from gdntune.runtime.contracts import Layer, Settings, Tensors
+from gdntune.runtime.guard import pattern
+from gdntune.runtime.memory import view
+from gdntune.runtime.records import Found, Records
+
+_CALLS = Records()
+_modes = torch._C._len_torch_dispatch_stack
+
+
+class Given(NamedTuple):
+    """A layer's call's tensors, as they are given; None what it lacks."""
+
+    mixed_qkv: Any
+    a: Any
+    b: Any
+    state: Any
+    A_log: Any
+    dt_bias: Any
+    read_index: Any
+    write_index: Any
+    slot_index: Any
+    accepted: Any
+    cu_seqlens: Any
+    output: Any
+    output_gate: Any
+    norm_weight: Any
+
+
+def run(given: tuple[Any, ...], settings: tuple[Any, ...], layer: tuple[Any, ...]) -> Tensor:
+    """Runs a call given as plain tuples in the order of `Given` and `Settings`; returns its output.
+
+    layer: the norm's kind and epsilon.
+    """
+    wanted, _, fits, adapt, function, numbers, contract = _CALLS.recent
+    asked = (settings, layer)
+    if asked != wanted or _modes() or not fits(given):
+        key = (given[0].shape, asked)
+        record = None if _modes() else _CALLS.find(key, given)
+        if record is None:
+            return _first(key, Given._make(given), settings, layer)
+        _, _, _, adapt, function, numbers, contract = record
+    assert isinstance(adapt, Unpack)
+    values = adapt(given, numbers)
+    try:
+        function(*values)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise arguments.refusal(contract, values, e) from e
+    return adapt.returned(values)
+
+
+def _first(key: Any, g: Given, settings: tuple[Any, ...], layer: tuple[Any, ...]) -> Tensor:
+    """A call that no record fits: looked at whole, run, and kept."""
+    s = Settings._make(settings)
+    t, gate = views(g, s)
+    asked = Layer(layer[0], gate, g.norm_weight, layer[1])
+    output, found = call.first(t, s, False, asked)
+    if found is not None and not (g.mixed_qkv.requires_grad or g.b.requires_grad):
+        unpack = Unpack(g, t, asked, found, output)
+        # Views have the sizes and strides of this call.
+        patterns = {i: pattern(x, sizes=True, strides=True) for i, x in enumerate(g)}
+        kept = found._replace(adapt=unpack)
+        _CALLS.keep(key, tuple(g), patterns, (settings, layer), False, kept)
+    return unpacked(output, g)
+
+
+def unpacked(output: Tensor, g: Given) -> Tensor:
+    """The output [B, T, HV, V] as the call's rows were given: of [B, W] it is [B, HV, V]."""
+    if g.mixed_qkv.dim() == 3:
+        return output
+    return output[0] if g.cu_seqlens is not None else output[:, 0]
+
+
+class Unpack:
+    """Makes a call's tensors those of a compiled function, by sizes and strides that are known."""
+
+    def __init__(self, g: Given, t: Tensors, layer: Layer, found: Found, output: Tensor):
+        self._adapt = found.adapt
+        self._shape = tuple(output.shape)
+        self._epsilon = float(layer.norm_eps)
+        self._detach = g.norm_weight.requires_grad
+        self._outer = g.mixed_qkv.dim() == 2, g.cu_seqlens is not None
+        start = g.mixed_qkv.storage_offset()
+        self._views = [(x.shape, x.stride(), x.storage_offset() - start) for x in (t.q, t.k, t.v)]
+        self._same = [(x.shape, x.stride(), 0) for x in (t.a, t.b, layer.output_gate)]
+
+    def __call__(self, given: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+        """All arguments, the last call's tensors among them."""
+        (
+            mixed, a, b, state, A_log, dt_bias, read, write, slot, accepted, bounds, output, gate,
+            weight,
+        ) = given  # fmt: skip
+        if output is None:
+            output = mixed.new_empty(self._shape)
+        else:
+            output = output.view(self._shape)
+        q, k, v = (view(mixed, *as_view) for as_view in self._views)
+        a, b, gate = (view(x, *same) for x, same in zip((a, b, gate), self._same, strict=True))
+        tensors: tuple[Any, ...] = (
+            state, q, k, v, a, b, A_log, dt_bias, read, write, slot, accepted, bounds, None, output,
+        )  # fmt: skip
+        if self._adapt is not None:
+            tensors = self._adapt(tensors)
+        if self._detach:
+            weight = weight.detach()
+        return (*tensors, *numbers, gate, weight, self._epsilon)
+
+    def returned(self, values: tuple[Any, ...]) -> Tensor:
+        """The output among all arguments, as the call's rows were given."""
+        output: Tensor = values[len(Tensors._fields) - 1]
+        flat, ragged = self._outer
+        return (output[0] if ragged else output[:, 0]) if flat else output
+
+
+def _rows(x: Any, flat: bool, ragged: bool) -> Any:
+    """A tensor of rows as [B, T, ...]: rows [B, ...] are of one token, packed ones of one batch."""
+    if x is None or not flat:
+        return x
+    return x.unsqueeze(0 if ragged else 1)
+
+
+def views(g: Given, s: Settings) -> tuple[Tensors, Any]:
+    """A call's tensors as any call's, and its output gate as [B, T, HV, V]."""
+    flat, ragged = g.mixed_qkv.dim() == 2, g.cu_seqlens is not None
+    mixed, a, b, gate, output = (
+        _rows(x, flat, ragged) for x in (g.mixed_qkv, g.a, g.b, g.output_gate, g.output)
+    )
+    if mixed.dim() != 3 or b.dim() != 3 or g.state.dim() != 4:
+        raise UnsupportedProblem(
+            f"mixed_qkv has shape {tuple(g.mixed_qkv.shape)}, beta or its logit"
+            f" {tuple(g.b.shape)}, initial_state {tuple(g.state.shape)}: expected [B, 2*H*K + HV*V]"
+            " (one token) or [B, T, 2*H*K + HV*V], [B, HV] or [B, T, HV], and [slots, HV, V, K]"
+        )
+    HV, (V, K) = b.shape[2], g.state.shape[2:]
+    if s.state_layout == "v_last":
+        V, K = K, V
+    width, keys = mixed.shape[2], mixed.shape[2] - HV * V
+    if keys <= 0 or keys % (2 * K):
+        raise UnsupportedProblem(
+            f"mixed_qkv has {width} columns with HV={HV}, K={K}, V={V}: expected 2*H*K + HV*V, with"
+            " H a divisor of HV"
+        )
+    q, k, v = mixed.split((keys // 2, keys // 2, HV * V), -1)
+    t = Tensors(
+        g.state, q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (HV, V)), a, b,
+        g.A_log, g.dt_bias, g.read_index, g.write_index, g.slot_index, g.accepted, g.cu_seqlens,
+        None, output,
+    )  # fmt: skip
+    return t, gate

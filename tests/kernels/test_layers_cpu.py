@@ -1,0 +1,119 @@
+"""The CPU kernel of a layer: right against fp64, and careful with what it is given."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+
+from gdntune.checking.cases import make_case
+from gdntune.checking.check import check_variant
+from gdntune.device import arch
+from gdntune.kernels import cpu_layer_config, cpu_recurrent_config
+from gdntune.kernels.spec import arguments_of
+from gdntune.objects.build import compile_objects
+from gdntune.objects.store import Store, object_spec
+from gdntune.problem import GATES, Contract, Problem
+
+DEVICE = arch.detect("cpu")
+KERNEL = cpu_layer_config.KERNEL
+PLAIN = Contract(K=64, V=32, norm="silu", state_dtype="fp32", input_dtype="fp32")
+
+
+def contracts() -> list[Contract]:
+    """Every gate with both norms, each time with other fields beside them."""
+    pick, found = random.Random(0), []
+    for (op, gates), norm in itertools.product(GATES.items(), ("silu", "sigmoid")):
+        for gate in gates:
+            kept = pick.choice(("none", "dense", "indexed", "slots"))
+            found.append(
+                Contract(
+                    op=op,
+                    gate=gate,
+                    norm=norm,
+                    norm_weight_dtype=pick.choice(("bf16", "fp16", "fp32")),
+                    tokens=pick.choice((1, 3)),
+                    K=64,
+                    V=pick.choice((32, 96, 128)),
+                    layout=pick.choice(("k_last", "v_last")),
+                    state_dtype=pick.choice(("bf16", "fp16", "fp32")),
+                    input_dtype=pick.choice(("bf16", "fp16", "fp32")),
+                    intermediate=kept,
+                    accepted=kept == "slots",
+                    mode=pick.choice(("update", "frozen")),
+                    pool=kept == "slots" or pick.random() < 0.5,
+                    ragged=pick.random() < 0.4,
+                )
+            )
+    return found
+
+
+CONTRACTS = {c.key(): c for c in [*contracts(), PLAIN]}
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    """The compiled function of each contract, by the default rule."""
+    store = Store(tmp_path_factory.mktemp("objects"))
+    specs = {}
+    for key, c in CONTRACTS.items():
+        variant = KERNEL.variant(KERNEL.default(c, 8, DEVICE))
+        specs[key] = object_spec(KERNEL, c, variant, DEVICE)
+    made = compile_objects([(spec, KERNEL.compiler) for spec in specs.values()], store)
+    assert [built.reason for built in made if not built.ok] == []
+    loaded = store.load(list(specs.values()))
+    return {key: loaded[spec.key] for key, spec in specs.items()}
+
+
+@pytest.mark.parametrize("key", CONTRACTS)
+def test_right(key, functions):
+    """Against fp64, with padding, gaps between the gate's rows, gates beyond exp's range."""
+    check_variant(functions[key], CONTRACTS[key], seeds=(0,)).require()
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        ("output_gate", lambda z: z[:, :, :1], r"output_gate: shape \[2, 1, 1, 32\]"),
+        ("output_gate", lambda z: None, r"output_gate: None.*\[B, T, HV, V\]"),
+        ("norm_weight", lambda w: w[:16], r"norm_weight: shape \[16\].*\[V\] = \[32\]"),
+        ("norm_weight", lambda w: w.double(), "norm_weight: dtype code 2 of 64 bits"),
+        ("norm_eps", lambda e: None, "norm_eps: no number"),
+        ("q", lambda q: q[..., :32], r"q: shape \[2, 1, 1, 32\]"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(name, spoil, message, functions):
+    """What is wrong is named, and nothing is written."""
+    case = make_case(Problem(PLAIN, 2, 1, 2))
+    arguments = list(case.arguments())
+    place = arguments_of(PLAIN).index(name)
+    arguments[place] = spoil(arguments[place])
+    with pytest.raises((TypeError, ValueError), match=message):
+        functions[PLAIN.key()](*arguments)
+    assert case.output.isnan().all()
+
+
+def test_no_requests_is_no_work(functions):
+    """B=0 returns at once."""
+    case = make_case(Problem(PLAIN, 2, 1, 2))
+    nobody = {
+        x: getattr(case, x)[:0]
+        for x in "q k v a b output output_gate read_index write_index".split()
+    }
+    before = case.clone()
+    functions[PLAIN.key()](*dataclasses.replace(case, **nobody).arguments())
+    assert torch.equal(case.state, before.state)
+
+
+def test_kernels_serve_contracts_with_their_arguments():
+    """A kernel whose calling convention has no norm is not offered a contract that has one, nor the
+    other way round.
+    """
+    plain, own = cpu_recurrent_config.KERNEL, Contract()
+    setting = plain.default(own, 8, DEVICE)
+    assert plain.fault(own, setting) is None
+    assert "norm='silu'" in plain.fault(PLAIN, setting)
+    assert "norm='none'" in KERNEL.fault(own, setting)
+    assert plain.variants(PLAIN, DEVICE) == ()
+    assert KERNEL.variants(own, DEVICE) == ()

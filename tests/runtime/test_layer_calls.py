@@ -1,0 +1,165 @@
+"""A layer's public functions: right against fp64, remembered, and clear about what they refuse."""
+
+import pytest
+import torch
+
+import gdntune
+from gdntune.checking.cases import make_case
+from gdntune.checking.check import Truth
+from gdntune.errors import UnsupportedProblem
+from gdntune.problem import Contract, Problem
+from gdntune.runtime import dispatch
+
+BASE = {"K": 64, "V": 32, "norm": "silu"}
+CONTRACTS = {
+    "one token": Contract(**BASE),
+    "bf16 weight": Contract(**BASE, norm_weight_dtype="bf16", state_dtype="fp32"),
+    "tokens": Contract(**BASE, tokens=3),
+    "slots": Contract(
+        **BASE,
+        tokens=3,
+        intermediate="slots",
+        accepted=True,
+        mode="frozen",
+        norm_weight_dtype="fp16",
+    ),
+    "ragged": Contract(**BASE, tokens=4, ragged=True),
+    "v_last": Contract(**BASE, layout="v_last"),
+    "kda": Contract("kda_decode", gate="softplus", K=64, V=32, norm="sigmoid", tokens=2),
+    "kda, log": Contract("kda_decode", gate="log", beta="given", K=64, V=32, norm="sigmoid"),
+}
+
+
+def made(contract, seed=0, **options):
+    """A case whose q, k and v lie in one tensor, and that tensor."""
+    if contract.ragged:
+        options = {"lengths": [4, 0, 2], "tail_rows": 2, **options}
+    case = make_case(Problem(contract, 3, 1, 2), "cpu", seed, packed_qkv=True, **options)
+    return case, case.q._base
+
+
+def called(case, mixed, **changes):
+    """Calls the public function of a case."""
+    c = case.contract
+    kept = {
+        "initial_state": case.state,
+        "output_gate": case.output_gate,
+        "norm_weight": case.norm_weight,
+        "norm_gate": c.norm,
+        "norm_eps": case.norm_eps,
+        "A_log": case.A_log,
+        "dt_bias": case.dt_bias,
+        "ssm_state_indices": case.slot_index,
+        "num_accepted_tokens": case.accepted,
+        "cu_seqlens": case.cu_seqlens,
+        "max_tokens": c.tokens if c.ragged else None,
+        "initial_state_indices": case.read_index,
+        "output_state_indices": case.write_index,
+        "state_layout": c.layout,
+        "null_index": case.null_index,
+        "output": case.output,
+        **changes,
+    }
+    if c.op == "gdn_decode":
+        return gdntune.gated_delta_rule_layer_decode(mixed, case.a, case.b, **kept)
+    beta = {"b" if c.beta == "logit" else "beta": case.b}
+    return gdntune.kda_layer_decode(mixed, case.a, **beta, **kept)
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_right(name):
+    """Against fp64, padding's rows and untouched slots among it, on the first call and on one that
+    is remembered.
+    """
+    options = {"padding": 0.4, "index_dtype": torch.int64}
+    case, mixed = made(CONTRACTS[name], **options)
+    truth = Truth(case.clone())
+    before = case.clone()
+    for _ in range(2):
+        case.restore(before)
+        assert called(case, mixed).data_ptr() == case.output.data_ptr()
+        truth.judge(case).require()
+
+
+def test_rows_of_one_token():
+    """[B, W] is one token: its output is [B, HV, V], the same bits, and a fresh tensor each time."""
+    case, mixed = made(CONTRACTS["one token"])
+    flat = case.clone()
+    want = called(case, mixed)[:, 0]
+    rows = {"output": None, "output_gate": flat.output_gate[:, 0]}
+    for _ in range(2):
+        one = flat.clone()
+        one.a, one.b = one.a[:, 0], one.b[:, 0]
+        got = called(one, mixed[:, 0], **rows)
+        assert torch.equal(got, want)
+
+
+def test_packed_rows():
+    """[total, W] with cu_seqlens is one batch of packed rows."""
+    case, mixed = made(CONTRACTS["ragged"])
+    flat = case.clone()
+    want = called(case, mixed)
+    flat.a, flat.b = flat.a[0], flat.b[0]
+    rows = {"output": flat.output[0], "output_gate": flat.output_gate[0]}
+    got = called(flat, mixed[0], **rows)
+    assert torch.equal(got.view(torch.int16), want[0].view(torch.int16))
+
+
+def test_a_parameter_is_taken():
+    """A model's norm weight requires a gradient."""
+    case, mixed = made(CONTRACTS["one token"])
+    weight = torch.nn.Parameter(case.norm_weight)
+    other = case.clone()
+    want = called(case, mixed)
+    for _ in range(2):
+        got = called(other.clone(), mixed, norm_weight=weight)
+        assert torch.equal(got, want)
+
+
+REFUSED = {
+    "norm_gate": ({"norm_gate": "gelu"}, "norm_gate='gelu': expected one of silu, sigmoid"),
+    "norm_eps": ({"norm_eps": -1.0}, "norm_eps=-1.0: expected a finite number from 0"),
+    "output_gate": ({"output_gate": None}, "output_gate is of type NoneType"),
+    "its shape": (
+        {"output_gate": torch.zeros(3, 1, 2, 16, dtype=torch.bfloat16)},
+        r"output_gate has shape \(3, 1, 2, 16\).*expected the shape \[3, 1, 2, 32\]",
+    ),
+    "its dtype": (
+        {"output_gate": torch.zeros(3, 1, 2, 32)},
+        "output_gate has dtype torch.float32: expected q's, torch.bfloat16",
+    ),
+    "norm_weight": (
+        {"norm_weight": torch.ones(32, dtype=torch.float64)},
+        "norm_weight has dtype torch.float64: expected one of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name):
+    """What is wrong is named, and nothing is written."""
+    case, mixed = made(CONTRACTS["one token"])
+    changes, message = REFUSED[name]
+    with pytest.raises(UnsupportedProblem, match=message):
+        called(case, mixed, **changes)
+    assert case.output.isnan().all()
+
+
+def test_columns_that_do_not_fit_are_refused():
+    """The packed row's width is that of the heads."""
+    case, mixed = made(CONTRACTS["one token"])
+    with pytest.raises(UnsupportedProblem, match=r"mixed_qkv has 184 columns.*2\*H\*K \+ HV\*V"):
+        called(case, mixed[..., :184])
+
+
+def test_a_plan_has_no_layer():
+    """A plan's calling convention has no norm."""
+    with pytest.raises(UnsupportedProblem, match="norm='none'"):
+        gdntune.plan(Problem(CONTRACTS["one token"], 2, 1, 2), device="cpu")
+
+
+def test_a_table_without_a_layer_says_nothing_of_one():
+    """Rules of the delta rule alone are not near to a layer's contract: their kernels have no norm."""
+    plain = Contract()
+    found = dispatch.runtime("cpu").choices(plain.replace(norm="silu"))
+    assert {c.variant.kernel for c in found} == {"cpu_layer"}
