@@ -42,16 +42,16 @@ def run(given: tuple[Any, ...], settings: tuple[Any, ...], layer: tuple[Any, ...
 
     layer: the norm's kind and epsilon.
     """
-    wanted, _, fits, adapt, function, numbers, contract = _CALLS.recent
+    wanted, _, fits, adapt, function, _, contract = _CALLS.recent
     asked = (settings, layer)
     if asked != wanted or _modes() or not fits(given):
         key = (given[0].shape, asked)
         record = None if _modes() else _CALLS.find(key, given)
         if record is None:
             return _first(key, Given._make(given), settings, layer)
-        _, _, _, adapt, function, numbers, contract = record
+        _, _, _, adapt, function, _, contract = record
     assert isinstance(adapt, Unpack)
-    values = adapt(given, numbers)
+    values = adapt(given)
     try:
         function(*values)
     except (TypeError, ValueError, RuntimeError) as e:
@@ -85,7 +85,7 @@ class Unpack:
     """Makes a call's tensors those of a compiled function, by sizes and strides that are known."""
 
     def __init__(self, g: Given, t: Tensors, layer: Layer, found: Found, output: Tensor):
-        self._adapt = found.adapt
+        self._adapt, self._numbers = found.adapt, found.numbers
         self._shape = tuple(output.shape)
         self._epsilon = float(layer.norm_eps)
         self._detach = g.norm_weight.requires_grad
@@ -94,7 +94,7 @@ class Unpack:
         self._views = [(x.shape, x.stride(), x.storage_offset() - start) for x in (t.q, t.k, t.v)]
         self._same = [(x.shape, x.stride(), 0) for x in (t.a, t.b, layer.output_gate)]
 
-    def __call__(self, given: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """All arguments, the last call's tensors among them."""
         (
             mixed, a, b, state, A_log, dt_bias, read, write, slot, accepted, bounds, output, gate,
@@ -113,7 +113,7 @@ class Unpack:
             tensors = self._adapt(tensors)
         if self._detach:
             weight = weight.detach()
-        return (*tensors, *numbers, gate, weight, self._epsilon)
+        return (*tensors, *self._numbers, gate, weight, self._epsilon)
 
     def returned(self, values: tuple[Any, ...]) -> Tensor:
         """The output among all arguments, as the call's rows were given."""
