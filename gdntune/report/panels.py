@@ -4,7 +4,6 @@ shows beside its tables.
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -200,8 +199,11 @@ def _defaults(
     `default_mean_us` are means.
     """
     ids = {_key_of(p): default(p) for p in dict.fromkeys(p for p, _ in trials)}
-    decode = frame[frame["role"] == "decode"]
-    return decode[[v == ids.get(k) for k, v in zip(_keys(decode), decode["variant"], strict=True)]]
+    # Few rows are of any default: to name the cells of all takes a while.
+    decode = frame[(frame["role"] == "decode") & frame["variant"].isin(set(ids.values()))]
+    its = [v == ids.get(k) for k, v in zip(_keys(decode), decode["variant"], strict=True)]
+    # By loc: an empty list alone would take no columns.
+    return decode.loc[its]
 
 
 def _times(
@@ -249,10 +251,8 @@ def _winners(
     title: str, chosen: "pd.DataFrame", table: "Table", letters: Mapping[str, str]
 ) -> Picture:
     tokens = sorted(set(chosen["tokens"]))
-    contracts = {
-        tuple(c[name] for name in Contract.__struct_fields__): c["tokens"]
-        for _, c in chosen.iterrows()
-    }
+    fields = (chosen[name] for name in Contract.__struct_fields__)
+    contracts = dict(zip(zip(*fields, strict=True), chosen["tokens"], strict=True))
     bands: list[Band] = []
     order: dict[str, int] = {}
     for rule in sorted(table.rules, key=lambda r: r.when):
@@ -333,9 +333,11 @@ def _samples(
     cells: dict[str, list[Any]] = {}
     units: dict[str, int] = {}
     for problem, trial in trials:
+        if not trial.to_the_end:
+            continue
         key = _key_of(problem)
         row = known.get((key, trial.variant.id))
-        if row is None or not trial.to_the_end:
+        if row is None:
             continue
         chosen, verified, mean_us, reason = row
         noisy = reason.startswith(NOISY)
@@ -380,15 +382,16 @@ def packed(samples_us: Iterable[float]) -> tuple[int, str]:
     Each number is written in base 64, five bits a digit, the lowest first; a digit's sixth bit says
     that more follow.
     """
-    ns = sorted(round(1000 * us) for us in samples_us)
-    # CUPTI's clock ticks every 32 ns: in its steps most numbers are one digit.
-    step = math.gcd(*ns) or 1
-    text, at = [], 0
+    import numpy as np
+
+    ns = np.rint(1000 * np.fromiter(samples_us, np.float64)).astype(np.int64)
     # Equal samples are many on a clock with steps: each value once, with its count.
-    for value, times in Counter(ns).items():
-        text += [_number((value - at) // step), _number(times - 1)]
-        at = value
-    return step, "".join(text)
+    values, times = np.unique(ns, return_counts=True)
+    # CUPTI's clock ticks every 32 ns: in its steps most numbers are one digit.
+    step = int(np.gcd.reduce(values)) or 1
+    steps = (np.diff(values, prepend=0) // step).tolist()
+    pairs = zip(steps, (times - 1).tolist(), strict=True)
+    return step, "".join(_number(value) + _number(more) for value, more in pairs)
 
 
 @functools.cache
@@ -427,7 +430,7 @@ def facts(
         f"choices agreed with the fp64 reference; {counted(checks.get('ok', 0), 'check')} passed,"
         f" {failed} failed{suffix}",
     )
-    if noisy := sum(is_noisy(c) for _, c in chosen.iterrows()):
+    if noisy := sum(map(is_noisy, chosen.to_dict("records"))):
         yield Fact(
             f"{noisy} of {len(chosen)}", f"chosen times cannot be believed: noisy, marked ~{suffix}"
         )

@@ -45,12 +45,9 @@ READING = (
 
 def is_theirs(record: Record) -> bool:
     """Whether a record is a peer's timing, or its check."""
-    name = (
-        record.variant
-        if isinstance(record, Check)
-        else getattr(getattr(record, "variant", None), "kernel", "")
-    )
-    return name.startswith(PREFIX)
+    if isinstance(record, Trial):
+        return record.variant.kernel.startswith(PREFIX)
+    return isinstance(record, Check) and record.variant.startswith(PREFIX)
 
 
 def fate(trial: Trial) -> str:
@@ -97,7 +94,8 @@ def rivals(frame: "pd.DataFrame") -> "pd.DataFrame":
     best = timed.sort_values([*place, "kernel", "chosen_speedup", "variant"]).drop_duplicates(
         [*place, "kernel"]
     )
-    ours = frame.loc[frame["status"] == "ok", [*place, "mean_us", "variant"]].rename(
+    asked = (frame["status"] == "ok") & frame["variant"].isin(set(best["beside"]))
+    ours = frame.loc[asked, [*place, "mean_us", "variant"]].rename(
         columns={"mean_us": "chosen_us", "variant": "ours"}
     )
     best = best.merge(ours, left_on=[*place, "beside"], right_on=[*place, "ours"], how="left")

@@ -1,5 +1,6 @@
 """The report of runs: Markdown, CSV, HTML, terminal. The same journals give the same bytes."""
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from gdntune.report.html import html
 from gdntune.report.markdown import markdown
 from gdntune.report.panels import Fact, Panel, facts, panel
 from gdntune.report.peers import compared, is_theirs
-from gdntune.report.sections import Letters, bases, document, of_contract
+from gdntune.report.sections import Letters, bases, document, of_contract, of_run
 from gdntune.results.baseline import Baseline, add_baseline
 from gdntune.results.frame import frame
 from gdntune.results.journal import Check, uncollected
@@ -21,6 +22,7 @@ from gdntune.results.published import Published
 from gdntune.results.samples import LoadedRun, load
 
 if TYPE_CHECKING:
+    import pandas as pd
     from rich.console import Console
 
 
@@ -40,12 +42,22 @@ class Report:
     ) -> None:
         self.sources = tuple(sources)
         self.publications = tuple(publications)
-        self.frame = frame(self.sources)
         self.baseline: Baseline | None = None
         if baseline is not None:
             self.frame, self.baseline = add_baseline(
                 self.frame, [s.name for s in self.sources], baseline
             )
+
+    @functools.cached_property
+    def frame(self) -> "pd.DataFrame":
+        """All rows."""
+        return frame(self.sources)
+
+    @functools.cached_property
+    def _shown(self) -> "pd.DataFrame":
+        """The rows that a page has anything of: of a sweep's 140,000 a twentieth."""
+        # Those at hand cost nothing, and a baseline's columns are in them.
+        return self.frame if "frame" in vars(self) else frame(self.sources, first_looks=False)
 
     @property
     def document(self) -> Document:
@@ -56,18 +68,16 @@ class Report:
         more = [
             s
             for p in self.publications
-            for s in against.sections(self.sources, self.frame, p, self.baseline)
+            for s in against.sections(self.sources, self._shown, p, self.baseline)
         ]
-        return document(self.sources, self.frame, letters, more, self.baseline)
+        return document(self.sources, self._shown, letters, more, self.baseline)
 
     def peers(self) -> list[dict[str, Any]]:
         """How our choices compare with each peer, as plain values: one a sweep and peer that was
         asked for.
         """
         return [
-            summary
-            for s in self.sources
-            for summary in compared(self.frame[self.frame["run"] == s.name], s.records)
+            summary for s in self.sources for summary in compared(of_run(self._shown, s), s.records)
         ]
 
     def values(self) -> dict[str, Any]:
@@ -86,7 +96,7 @@ class Report:
             }
             for s in self.sources
         ]
-        chosen = self.frame[self.frame["chosen"]]
+        chosen = self._shown[self._shown["chosen"]]
         rows = chosen.astype(object).where(chosen.notna(), None).to_dict("records")
         return {"runs": runs, "chosen": rows, "peers": self.peers()}
 
@@ -109,7 +119,7 @@ class Report:
         panels: dict[tuple[str, str], Panel] = {}
         numbers: list[Fact] = []
         for source in self.sources:
-            mine = self.frame[self.frame["run"] == source.name]
+            mine = of_run(self._shown, source)
             of_base: dict[Contract, list[Problem]] = {}
             for p in source.counted:
                 of_base.setdefault(p.contract.replace(tokens=1), []).append(p)
@@ -120,7 +130,7 @@ class Report:
                     title, part, its, source.table, letters, source.default, self.baseline
                 )
             for other in self.publications:
-                panels[against.subject(source, other)] = against.panel(source, self.frame, other)
+                panels[against.subject(source, other)] = against.panel(source, self._shown, other)
             checks = Counter[str](
                 r.status for r in source.records if isinstance(r, Check) and not is_theirs(r)
             )

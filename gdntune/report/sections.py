@@ -3,11 +3,12 @@ then how to get them again.
 """
 
 import math
+import operator
 import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ def document(
     sections = [Section("Summary", tuple(_summary(sources, frame, chosen, baseline)))]
     for source in sources:
         title = f"Peers of {source.name}" if len(sources) > 1 else "Peers"
-        mine = frame[frame["run"] == source.name]
+        mine = of_run(frame, source)
         sections.append(Section(title, tuple(peers.blocks(mine, source.records))))
         if isinstance(source.run.workload, tuple):
             title = f"Workload of {source.name}" if len(sources) > 1 else "Workload"
@@ -118,8 +119,8 @@ def document(
         title = (
             f"{f'{i}. ' if numbered else ''}{f'{source.name}: ' if len(sources) > 1 else ''}{words}"
         )
-        part = of_contract(chosen[chosen["run"] == source.name], base)
-        others = of_contract(peers.rivals(frame[frame["run"] == source.name]), base)
+        part = of_contract(of_run(chosen, source), base)
+        others = of_contract(peers.rivals(of_run(frame, source)), base)
         blocks = tuple(_contract_blocks(part, letters, others, baseline))
         sections.append(Section(title, blocks, detail=numbered, subject=(source.name, base.key())))
     sections += _differences(sources, chosen, letters)
@@ -146,7 +147,7 @@ def _summary(
 ) -> Iterator[Block]:
     for source in sources:
         device = source.run.device
-        mine = chosen[chosen["run"] == source.name]
+        mine = of_run(chosen, source)
         prefix = f"{source.name}: " if len(sources) > 1 else ""
         units = "threads" if device.kind == "cpu" else "SMs"
         policy = source.run.policy
@@ -158,7 +159,7 @@ def _summary(
         lines = [
             *_unfinished_lines(source),
             *_ratio_lines(mine),
-            *peers.lines(frame[frame["run"] == source.name], source.records),
+            *peers.lines(of_run(frame, source), source.records),
         ]
         lines += _baseline_lines(mine, baseline)
         lines += _held_out_lines(source)
@@ -348,7 +349,7 @@ def _contents(
     """A row a section of a contract, by its number: how many cells, how near to the floor."""
     rows, shades = [], []
     for i, (source, base) in enumerate(subjects, 1):
-        mine = of_contract(chosen[chosen["run"] == source.name], base)
+        mine = of_contract(of_run(chosen, source), base)
         over, share = mine["over_floor"].dropna(), mine["sol"].dropna()
         sol = float(share.median()) if len(share) else None
         rows.append(
@@ -470,8 +471,7 @@ def _differences(
         if one.run.device.name != other.run.device.name or one.run.policy == other.run.policy:
             continue
         left, right = (
-            {_cell_of(c): c for _, c in chosen[chosen["run"] == s.name].iterrows()}
-            for s in (one, other)
+            {_cell_of(c): c for _, c in of_run(chosen, s).iterrows()} for s in (one, other)
         )
         # In the first run's order, which is that of its tables.
         shared = [key for key in left if key in right]
@@ -648,12 +648,18 @@ def bases(source: LoadedRun) -> list[Contract]:
     return sorted({c.replace(tokens=1) for c in found}, key=order)
 
 
+def of_run(frame: "pd.DataFrame", source: LoadedRun) -> "pd.DataFrame":
+    """The rows of a run."""
+    its = frame["run"] == source.name
+    # As it stands where it has one run only: a copy of a long journal's takes a while.
+    return frame if its.all() else frame[its]
+
+
 def of_contract(frame: "pd.DataFrame", base: Contract) -> "pd.DataFrame":
     """The rows of a contract at every T."""
-    for name in Contract.__struct_fields__:
-        if name != "tokens":
-            frame = frame[frame[name] == getattr(base, name)]
-    return frame
+    its = (frame[n] == getattr(base, n) for n in Contract.__struct_fields__ if n != "tokens")
+    # Taken out once: each time copies all columns.
+    return frame[reduce(operator.and_, its)]
 
 
 def _cell_of(row: Any) -> tuple[Any, ...]:

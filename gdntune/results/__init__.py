@@ -1,2 +1,1 @@
-"""What sweeps left: journals, tables, and what follows from them. Knows nothing of how things look.
-"""
+"""What sweeps left: journals, tables, and what follows from them. Knows nothing of how things look."""

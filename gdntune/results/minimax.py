@@ -57,8 +57,7 @@ class Several(NamedTuple):
         return self.cells[0].work_units
 
     def judged(self, name: str) -> tuple[float, Basis] | None:
-        """What a variant loses on the card where it loses most; None where one has no times of it.
-        """
+        """What a variant loses on the card where it loses most; None where one has no times of it."""
         found = [cell.judged(name) for cell in self.cells]
         known = [lost for lost in found if lost is not None]
         return max(known) if len(known) == len(found) else None

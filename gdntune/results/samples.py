@@ -16,9 +16,9 @@ from gdntune.kernels.spec import BY_INDEX, FLOORS, floor_name
 from gdntune.problem import Contract, Problem
 from gdntune.results import derive, journal
 from gdntune.results.journal import Cell, Check, Record, Run, Trial
+from gdntune.results.summaries import Summary, summaries
 from gdntune.results.table import Rule, Table
 from gdntune.results.table import load as load_table
-from gdntune.timing import summary
 
 NOTHING = "-"
 # Of a failure's reason, which may be a compiler's whole output.
@@ -60,7 +60,7 @@ class LoadedRun:
         }
         return max(0, self.run.cells - len(own))
 
-    @property
+    @functools.cached_property
     def cells(self) -> int:
         """How many cells were asked for: by the config, as far as the journal says, and those that
         the sweep added.
@@ -216,14 +216,22 @@ def _loaded(
     return LoadedRun(name, run, records, found, digest, tuple(notes), defaults, regret)
 
 
-def rows(run: LoadedRun) -> Iterator[tuple[Problem, list[tuple[Trial, Row]]]]:
-    """Each cell with the trials that count there and what they say."""
+def rows(
+    run: LoadedRun, first_looks: bool = True
+) -> Iterator[tuple[Problem, list[tuple[Trial, Row]]]]:
+    """Each cell with the trials that count there and what they say.
+
+    first_looks: without them, most of a sweep's trials are left out: variants that were no leaders
+    at their cell, nor its default. The other rows are the same.
+    """
     verified = _verified(run.records)
-    for problem, trials in run.counted.items():
-        policy = run.run.policy.get("l2", "cold-clean")
-        limits = sol.Limits(problem, run.run.device, policy)
-        floor_bytes = sol.floor_bytes(problem)
-        found = [_row(run, t, verified, limits, floor_bytes) for t in trials]
+    counted = run.counted if first_looks else {p: _led(run, p) for p in run.counted}
+    # Of the whole run at once: a cell has few trials of each number of samples.
+    timed = [t.samples_us for trials in counted.values() for t in filter(_has_times, trials)]
+    stats = iter(summaries(timed))
+    for problem, trials in counted.items():
+        place = _Place(run, problem, verified.get(problem.contract, {}))
+        found = [place.row(t, next(stats) if _has_times(t) else None) for t in trials]
         partners = {
             t.variant.id: str(t.variant.knobs["partner"])
             for t in trials
@@ -231,6 +239,22 @@ def rows(run: LoadedRun) -> Iterator[tuple[Problem, list[tuple[Trial, Row]]]]:
         }
         _relate(run, problem, found, partners)
         yield problem, list(zip(trials, found, strict=True))
+
+
+def _led(run: LoadedRun, problem: Problem) -> list[Trial]:
+    """A cell's trials but for first looks at variants that went no further. What failed stays, and
+    all of a cell where none went further, or where a time can be refused as impossible.
+    """
+    trials, default = run.counted[problem], run.default(problem)
+    if run.run.policy.get("l2") == "cold-dirty" or not any(
+        t.role == "decode" and t.to_the_end for t in trials
+    ):
+        return trials
+    return [
+        t
+        for t in trials
+        if t.to_the_end or t.role != "decode" or t.status != "ok" or t.variant.id == default
+    ]
 
 
 def tried(run: LoadedRun) -> Iterator[tuple[Trial, Row]]:
@@ -263,67 +287,79 @@ def _later(one: Trial | None, other: Trial) -> Trial:
     return other
 
 
-def _verified(records: Sequence[Record]) -> dict[tuple[Contract, str], str]:
-    found: dict[tuple[Contract, str], str] = {}
+def _has_times(trial: Trial) -> bool:
+    return trial.status == "ok" and bool(trial.samples_us)
+
+
+def _verified(records: Sequence[Record]) -> dict[Contract, dict[str, str]]:
+    found: dict[Contract, dict[str, str]] = {}
     for r in records:
-        # A failed check stays failed, whatever a later one says: the code is the same.
-        if isinstance(r, Check) and found.get((r.contract, r.variant), "ok") == "ok":
-            found[r.contract, r.variant] = r.status
+        if isinstance(r, Check):
+            mine = found.setdefault(r.contract, {})
+            # A failed check stays failed, whatever a later one says: the code is the same.
+            if mine.get(r.variant, "ok") == "ok":
+                mine[r.variant] = r.status
     return found
 
 
-def _row(
-    run: LoadedRun,
-    trial: Trial,
-    verified: Mapping[tuple[Contract, str], str],
-    limits: sol.Limits,
-    floor_bytes: int,
-) -> Row:
-    problem, variant = trial.problem, trial.variant
-    moved = floor_bytes if trial.role == "floor" else limits.moved
-    # What a peer moves beyond what it must, by its adapter's word.
-    moved += int(variant.knobs.get("extra_bytes", 0))
-    # A floor computes nothing that could be wrong.
-    unchecked = NOTHING if trial.role == "floor" else "unchecked"
-    row = Row(
-        kernel=variant.kernel,
-        variant=variant.id,
-        role=trial.role,
-        stage=trial.stage,
-        status=trial.status,
-        reason=" ".join(trial.reason.split())[:REASON_CHARACTERS] or NOTHING,
-        verified=verified.get((problem.contract, variant.id), unchecked),
-        samples=len(trial.samples_us),
-        bytes_moved=moved,
-    )
-    if trial.status == "ok" and trial.samples_us:
-        row.reason = run.noise.get(problem, row.reason)
-        row.power_capped = problem in run.power_capped
+class _Place:
+    """What the rows of a cell share. Looked up once a cell: of 140,000 rows, to hash a problem for
+    each takes as long as to summarize its samples.
+    """
+
+    def __init__(self, run: LoadedRun, problem: Problem, verified: Mapping[str, str]) -> None:
+        self.verified = verified
+        self.limits = sol.Limits(problem, run.run.device, run.run.policy.get("l2", "cold-clean"))
+        self.floor_bytes = sol.floor_bytes(problem)
+        self.noise = run.noise.get(problem)
+        self.power_capped = problem in run.power_capped
+        self.peak_gb_s = run.peak_gb_s
+
+    def row(self, trial: Trial, stats: Summary | None) -> Row:
+        """What a trial says, before it is compared with the others. stats: of its times, where it
+        has any.
+        """
+        variant, is_floor = trial.variant, trial.role == "floor"
+        moved = self.floor_bytes if is_floor else self.limits.moved
+        # What a peer moves beyond what it must, by its adapter's word.
+        moved += int(variant.knobs.get("extra_bytes", 0))
+        reason = trial.reason and " ".join(trial.reason.split())[:REASON_CHARACTERS]
+        row = Row(
+            kernel=variant.kernel,
+            variant=variant.id,
+            role=trial.role,
+            stage=trial.stage,
+            status=trial.status,
+            reason=reason or NOTHING,
+            # A floor computes nothing that could be wrong.
+            verified=self.verified.get(variant.id, NOTHING if is_floor else "unchecked"),
+            samples=len(trial.samples_us),
+            bytes_moved=moved,
+        )
+        if stats is not None:
+            self._add_times(trial, row, stats)
+        return row
+
+    def _add_times(self, trial: Trial, row: Row, stats: Summary) -> None:
+        row.reason = self.noise or row.reason
+        row.power_capped = self.power_capped
         if isinstance(trial.kernels, tuple) and trial.kernels:
             row.kernels = " + ".join(trial.kernels)
-        _add_times(run, trial, row, limits)
-    return row
-
-
-def _add_times(run: LoadedRun, trial: Trial, row: Row, limits: sol.Limits) -> None:
-    stats = summary(trial.samples_us)
-    row.median_us = us = round(stats.median_us, 3)
-    row.mean_us = round(stats.mean_us, 3)
-    row.q1_us, row.q3_us = round(stats.q1_us, 3), round(stats.q3_us, 3)
-    row.min_us, row.outliers = round(stats.min_us, 3), stats.outliers
-    if not us > 0:
-        row.status, row.reason = "failed", "a median of 0 us is no time"
-        return
-    row.bandwidth_gb_s = round(row.bytes_moved / us / 1e3, 1)
-    if run.peak_gb_s:
-        row.sol = round(sol.sol(row.bytes_moved, us, run.peak_gb_s), 4)
-    if trial.role == "floor":
-        return
-    try:
-        row.bound = limits.bound(us)
-    except MeasurementError as e:
-        # More than the DRAM can do is no result, whatever it would do for the tables.
-        row.status, row.reason = "impossible", str(e)[:REASON_CHARACTERS]
+        row.median_us, row.mean_us, row.q1_us, row.q3_us, row.min_us, row.outliers = stats
+        us = stats.median_us
+        if not us > 0:
+            row.status, row.reason = "failed", "a median of 0 us is no time"
+            return
+        row.bandwidth_gb_s = round(row.bytes_moved / us / 1e3, 1)
+        if self.peak_gb_s:
+            row.sol = round(sol.sol(row.bytes_moved, us, self.peak_gb_s), 4)
+        if trial.role == "floor":
+            return
+        try:
+            row.bound = self.limits.bound(us)
+        except MeasurementError as e:
+            # More than the DRAM can do is no result, whatever it would do for the tables.
+            row.status, row.reason = "impossible", str(e)[:REASON_CHARACTERS]
 
 
 def _floors(run: LoadedRun, problem: Problem, timed: Sequence[Row]) -> dict[str, float]:

@@ -376,7 +376,9 @@ def _dedented(schema: Any) -> Any:
     """Descriptions are docstrings, which some versions of Python and msgspec leave indented."""
     if isinstance(schema, dict):
         return {
-            key: inspect.cleandoc(x) if key == "description" and isinstance(x, str) else _dedented(x)
+            key: inspect.cleandoc(x)
+            if key == "description" and isinstance(x, str)
+            else _dedented(x)
             for key, x in schema.items()
         }
     return [_dedented(x) for x in schema] if isinstance(schema, list) else schema

@@ -152,6 +152,19 @@ def test_long_cells_are_cut():
     assert all(len(row[0]) + len(row[1]) + 7 <= 100 for row in grid.fitted().rows)
 
 
+def test_pages_need_no_first_looks(h100):
+    """A page is made of few of a sweep's rows; it says the same with all of them."""
+    _, run, records = h100
+    few = [r for r in records if isinstance(r, Check | Trial | Cell)]
+    few = [
+        r for r in few if (r.contract if isinstance(r, Check) else r.problem.contract).tokens == 2
+    ]
+    lean, full = report_of(run, few), report_of(run, few)
+    assert len(full.frame) > 2 * len(lean._shown)
+    assert lean.markdown() == full.markdown()
+    assert lean.values() == full.values()
+
+
 def test_failures_are_counted_by_reason(made):
     """Two failures that differ in a number are one line with a count of 2; a bar in a reason does
     not end its cell.

@@ -129,6 +129,36 @@ def test_digest_is_the_files(tmp_path):
         assert journal.digest(j.run, j.records) == hashlib.sha256(j.path.read_bytes()).hexdigest()
 
 
+@pytest.mark.parametrize(
+    "samples, reason",
+    (
+        ([1.0, 1.234, 0.001], ""),
+        ([1.0, 1.2345], ""),
+        ([1e-05], ""),
+        ([1.0], "\udcff of a compiler"),
+        ([], "no times"),
+    ),
+)
+def test_digest_of_many_is_that_of_each(samples, reason):
+    """Lines made at once are those made one at a time: samples finer than a nanosecond are rounded,
+    and bytes that are no text are replaced.
+    """
+    odd = msgspec.structs.replace(RECORDS[4], samples_us=samples, reason=reason)
+    records = [*RECORDS, odd] * 3
+    lines = b"".join(map(journal.encode, [RUN, *records]))
+    assert journal.digest(RUN, records) == hashlib.sha256(lines).hexdigest()
+
+
+def test_an_empty_line_is_damage(tmp_path):
+    """Decoding all lines at once passes over empty ones; a journal with one is still refused."""
+    with written(tmp_path) as j:
+        header, *rest = j.path.read_bytes().splitlines(keepends=True)
+    for lines in ([header, b"\n", *rest], [header, *rest, b"\n"]):
+        j.path.write_bytes(b"".join(lines))
+        with pytest.raises(JournalError, match="line"):
+            journal.read(tmp_path)
+
+
 def test_the_first_header_stays(tmp_path):
     """A resumed journal keeps its header; start time, command and measured peaks need not agree."""
     with written(tmp_path):
