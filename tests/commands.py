@@ -17,6 +17,7 @@ TINY = {
     "model": {"H": 2, "HV": 4, "K": 128, "V": 128},
     "batch": [1, 8],
     "contracts": [{"op": "gdn_decode", "state_dtype": "fp32"}],
+    "kernels": {"cpu_recurrent": {"tile_v": [16], "ilp": [8]}},
     "policy": {"timer": "auto", "l2": "warm"},
     "search": {"screen_rounds": 2, "keep": 2, "final_rounds": 5, "max_cell_seconds": 2},
 }

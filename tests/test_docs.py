@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -31,10 +32,7 @@ def blocks(page, language):
 def run(*arguments):
     """A Python of its own that finds the package here."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True, text=True, env=env, cwd=ROOT, check=False,
-    )  # fmt: skip
+    done = warm.run([sys.executable, *map(str, arguments)], env, ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

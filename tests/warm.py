@@ -73,14 +73,21 @@ def _run(asked: dict[str, Any], fds: list[int]) -> None:
     os.chdir(asked["folder"])
     # by which a test finds it
     Path("/proc/self/comm").write_text(f"of {asked['parent']}")
-    how, what, *arguments = asked["command"]
+    command = asked["command"]
+    how, what, *arguments = command if command[0] in ("-c", "-m") else ("a file", *command)
+    paths = asked["environment"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [str(Path(what).parent) if how == "a file" else "", *filter(None, paths), *_OWN]
     # The descriptor has another number here.
-    sys.argv = [how, *(str(given[0]) if x == str(asked["fd"]) else x for x in arguments)]
+    arguments = [str(given[0]) if x == str(asked["fd"]) else x for x in arguments]
     if how == "-c":
+        sys.argv = ["-c", *arguments]
         exec(what, {"__name__": "__main__"})  # noqa: S102
-        return
-    sys.path[:] = ["", *os.environ["PYTHONPATH"].split(os.pathsep), *_OWN]
-    runpy.run_module(what, run_name="__main__", alter_sys=True)
+    elif how == "-m":
+        sys.argv = [what, *arguments]
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [what, *arguments]
+        runpy.run_path(what, run_name="__main__")
 
 
 def _child(asked: dict[str, Any], fds: list[int]) -> None:
@@ -183,6 +190,7 @@ class Popen:
         env: Mapping[str, str] | None = None,
         stdout: Any = 1,
         stderr: Any = 2,
+        cwd: Any = None,
         **_: Any,
     ):
         self._connection = _connected()
@@ -190,7 +198,7 @@ class Popen:
             "command": [str(x) for x in command[1:]],
             "fd": pass_fds[0] if pass_fds else None,
             "environment": dict(os.environ if env is None else env),
-            "folder": os.getcwd(),
+            "folder": str(cwd or os.getcwd()),
             "parent": os.getpid(),
         }
         data = json.dumps(asked).encode() + b"\n"
@@ -226,10 +234,12 @@ class Popen:
 DEVNULL = subprocess.DEVNULL
 
 
-def run(command: Sequence[Any], env: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
+def run(
+    command: Sequence[Any], env: Mapping[str, str], cwd: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
     """What `subprocess.run` gives of text that is captured."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
-        code = Popen(command, env=env, stdout=out.fileno(), stderr=error.fileno()).wait()
+        code = Popen(command, env=env, cwd=cwd, stdout=out.fileno(), stderr=error.fileno()).wait()
         for file in (out, error):
             file.seek(0)
         return subprocess.CompletedProcess(command, code, out.read(), error.read())
@@ -271,3 +281,8 @@ def patch(monkeypatch: Any) -> None:
     from gdntune.tuning import program
 
     monkeypatch.setattr(program, "subprocess", sys.modules[__name__])
+
+
+if __name__ == "__main__":
+    # As a program it is a Python that is warm: `python tests/warm.py -m gdntune ...`.
+    sys.exit(Popen(sys.argv, stdout=1, stderr=2).wait())

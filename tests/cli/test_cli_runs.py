@@ -13,6 +13,7 @@ import pytest
 import synthetic
 import typer
 import typer.main
+import warm
 from commands import ROOT, config, refused, run
 from rich.console import Console
 
@@ -29,18 +30,9 @@ from gdntune.results import table
 
 
 def spawn(*arguments, **environment):
-    """The command line in a process of its own, by this Python's path, with no environment
-    activated.
-    """
+    """The command line in a process of its own, forked from a warm one."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(
-        [sys.executable, "-m", "gdntune", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
-        timeout=120,
-    )
+    return warm.run([sys.executable, "-m", "gdntune", *map(str, arguments)], env)
 
 
 def test_cuda_that_is_not_there(monkeypatch, tmp_path):
@@ -158,7 +150,11 @@ def test_sweep_end_to_end(tmp_path):
         if found := shutil.which(name):
             (tools / name).symlink_to(found)
     out = tmp_path / "out"
-    result = spawn("sweep", config(tmp_path), "--out", out, "--json", PATH=str(tools))
+    result = subprocess.run(
+        [sys.executable, "-m", "gdntune", "sweep", config(tmp_path), "--out", out, "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": str(tools)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     said = json.loads(result.stdout)
     assert (said["chosen"], said["cells"]) == (2, 2)

@@ -69,9 +69,11 @@ CALL: dict[str, tuple[Any, ...]] = {
 }
 _POOLED = ("padding", "skipped", "null_index", "out_of_range", "split")
 # Steps of the walk over what a kernel serves, from which rows are chosen.
-WALK = 3000
-# Rows of a kernel; the first hold most pairs, 24 to 32 hold all. A row takes 5 s of CPU time.
-ROWS = int(os.environ.get("GDNTUNE_PTX_ROWS", 14))
+WALK = 1000
+# Rows of a kernel: the first 7 hold every value and four of five pairs, 27 to 37 hold all. A row
+# takes 3 s of CPU time.
+ROWS = int(os.environ.get("GDNTUNE_PTX_ROWS", 7))
+VALUE = 10
 REQUESTS = 3
 
 
@@ -178,12 +180,16 @@ def _walk(kernel: Kernel, pick: random.Random) -> list[dict[str, Any]]:
 
 
 def chosen(draws: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A few of the draws that hold every pair of two fields' values that any of them holds."""
+    """A few of the draws that hold every pair of two fields' values that any of them holds; the
+    first of them every value.
+    """
     numbers: dict[Any, int] = {}
     holds = []
     for draw in draws:
-        pairs = combinations(draw.items(), 2)
-        holds.append(sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs))
+        # A value counts as many pairs, so that rare ones come first too.
+        values = product(draw.items(), range(VALUE))
+        held = (*values, *combinations(draw.items(), 2))
+        holds.append(sum(1 << numbers.setdefault(x, len(numbers)) for x in held))
     missing = (1 << len(numbers)) - 1
     kept = []
     while missing:
@@ -209,12 +215,18 @@ def _variant(
 
 
 @functools.cache
+def walk(name: str) -> list[dict[str, Any]]:
+    """The draws from which a kernel's rows are chosen."""
+    return _walk(kernels.get(name), random.Random(f"draws of {name}"))
+
+
+@functools.cache
 def rows(name: str) -> tuple[Row, ...]:
     """A decode kernel's rows: always the same ones."""
     kernel, pick = kernels.get(name), random.Random(f"rows of {name}")
     seen: Counter[Any] = Counter()
     found = []
-    for draw in chosen(_walk(kernel, pick))[:ROWS]:
+    for draw in chosen(walk(name))[:ROWS]:
         contract = _contract(draw)
         assert contract is not None
         variant = _variant(kernel, contract, seen, pick)
