@@ -1,17 +1,22 @@
 """Six models' config.json, as transformers' classes write them, each to a config and a sweep on the CPU.
 
-    python tests/tuning/hf_sweeps.py FOLDER [--dry-run]
+    python tests/tuning/hf_sweeps.py FOLDER [--dry-run] [--whole]
 
-Minutes a model on a quiet machine, so a script and not a test; test_models.py has what is read. Prints
-for each the minutes that were expected and that came.
+A short sweep of decode: T=1 at B=1 and 4, with the heads of the config's largest tensor-parallel size
+and 10 s a cell: about two minutes of CPU a model. --whole: every T and size of the config, with its own
+effort, 10 to 16 minutes a model. A script and not a test; test_models.py has what is read. Prints for
+each the minutes that were expected and that came, the CPU's minutes, and what was chosen.
 """
 
+import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import transformers
+import yaml
 
 HEADS = {"num_hidden_layers": 4, "linear_num_key_heads": 16}
 MODELS = {
@@ -23,16 +28,58 @@ MODELS = {
     "Glm5NextConfig": {"num_hidden_layers": 4},
     "BailingHybridConfig": {"num_hidden_layers": 6},
 }
+CELL_SECONDS = 10
 
 
 def gdntune(*arguments):
     """A command's run, with what it printed; raises where it failed."""
     command = [sys.executable, "-m", "gdntune", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stdout}")
+    return done.stdout.strip()
+
+
+def short(config):
+    """Makes a config's cells take seconds; the options that leave decode of one shard."""
+    text = config.read_text()
+    made = yaml.safe_load(text)
+    effort = f"max_cell_seconds: {made['search']['max_cell_seconds']}"
+    assert text.count(effort) == 1, text
+    config.write_text(text.replace(effort, f"max_cell_seconds: {CELL_SECONDS}"))
+    shards = max(made["shards"])
+    return (
+        "--tokens",
+        "1",
+        "--heads",
+        f"{made['model']['H'] // shards},{made['model']['HV'] // shards}",
+    )
+
+
+def sweep(model, options):
+    """A model's sweep, with what it takes."""
+    config = model / "sweep.yaml"
+    gdntune("config", "from-hf", model, "--out", config)
+    asked = ["sweep", config, "--device", "cpu", "--batch", "1,4", "--out", model / "run"]
+    if "--whole" not in options:
+        asked += short(config)
+    print("gdntune", *asked, flush=True)
+    print("  expected:", gdntune(*asked, "--dry-run"), flush=True)
+    if "--dry-run" in options:
+        return
+    began, before = time.monotonic(), os.times()
+    found = json.loads(gdntune(*asked, "--json"))
+    after = os.times()
+    cpu = sum(getattr(after, f) - getattr(before, f) for f in ("children_user", "children_system"))
+    print(
+        f"  came: {(time.monotonic() - began) / 60:.1f} minutes, {cpu / 60:.1f} of CPU;"
+        f" {found['chosen']} of {found['cells']} cells have a variant",
+        flush=True,
+    )
 
 
 def main(folder, *options):
-    """Each model: a config, what a sweep would take, and the sweep."""
+    """Each model, one after the other."""
     for name, fields in MODELS.items():
         made = getattr(transformers, name, None)
         if made is None:
@@ -40,14 +87,7 @@ def main(folder, *options):
             continue
         model = Path(folder) / name.lower()
         made(**fields).save_pretrained(model)
-        config = model / "sweep.yaml"
-        gdntune("config", "from-hf", model, "--out", config)
-        asked = ("sweep", config, "--device", "cpu", "--batch", "1,4", "--out", model / "run")
-        print(gdntune(*asked, "--dry-run").stdout.strip())
-        if "--dry-run" not in options:
-            began = time.monotonic()
-            gdntune(*asked)
-            print(f"  came: {(time.monotonic() - began) / 60:.1f} minutes")
+        sweep(model, options)
 
 
 if __name__ == "__main__":
