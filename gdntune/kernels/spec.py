@@ -102,6 +102,8 @@ class Kernel:
         otherwise.
     under: whether a setting's times mean something under an L2 policy; they do under all, unless it
         says otherwise.
+    few: of a floor, settings whose best is near the best of all: what a sweep of a few variants
+        needs. None: all.
     layer: whether it serves contracts that do more of a layer than gates and delta rule, and those
         alone; its calling convention has more arguments then.
     block: what a setting's thread blocks are launched with, by contract; None where there are none
@@ -124,6 +126,7 @@ class Kernel:
     at: Callable[[Problem, Device, Any], bool] = lambda problem, device, setting: True
     under: Callable[[Any, str], bool] = lambda setting, l2: True
     block: Callable[[Contract, Any], Block] | None = None
+    few: Callable[[Contract, Device], tuple[Any, ...]] | None = None
     layer: bool = False
 
     def fault(self, contract: Contract, setting: Any) -> str | None:
@@ -198,6 +201,11 @@ class Kernel:
         if self.role == "decode" and contract.layer != self.layer:
             return ()
         return tuple(self.variant(s) for s in self.space(contract, device) if self.under(s, l2))
+
+    def few_variants(self, contract: Contract, device: Device) -> tuple[Variant, ...]:
+        """Those of `few`; all, where it names none for the contract."""
+        found = self.few(contract, device) if self.few else ()
+        return tuple(map(self.variant, found or self.space(contract, device)))
 
 
 # The floors that are timed, the headlines' first.

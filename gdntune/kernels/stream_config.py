@@ -84,6 +84,20 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     return tuple(kept)
 
 
+# Threads and independent loads of each. At 1866 cells of the published sweeps of an H100 and an H200
+# the best of these four is 0.8% above the best of all in the mean, 9% at most.
+_FEW = ((64, 4), (256, 1), (256, 2), (256, 4))
+
+
+def few(c: Contract, device: Device) -> tuple[Knobs, ...]:
+    """Four shapes of each form, each thread's loads all at once."""
+    return tuple(
+        s
+        for s in space(c, device)
+        if (s.threads, s.ilp) in _FEW and not s.early and s.tile == s.threads * s.ilp * s.vec
+    )
+
+
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A middling shape."""
     vec = 16 // ITEMSIZE[c.state_dtype]
@@ -108,6 +122,7 @@ KERNEL = Kernel(
     compiler="gdntune.kernels.stream:compile",
     sources=("gdntune.kernels.stream",),
     block=lambda _, s: Block(s.threads, 0),
+    few=few,
 )
 
 

@@ -141,7 +141,8 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     contracts: what is computed, `Contract`'s fields without tokens, K and V, which come from
         `tokens` and `model`.
     kernels: where given, only these decode kernels are tried, and of each only the listed values of
-        the listed knobs.
+        the listed knobs. Floors are named in the same way. Where eight decode variants or fewer are
+        left and no floor is named, a few floors are timed; `stream: {}` stands for all.
     """
 
     name: Name
@@ -171,8 +172,10 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             yield from ((s, Problem(c, B, H, HV)) for s, H, HV in heads for B in self.batch)
 
     def admits(self, variant: Variant) -> bool:
-        """Whether `kernels` lets a decode variant be tried."""
-        if not self.kernels:
+        """Whether `kernels` lets a variant be tried."""
+        floor = _floor(variant.kernel)
+        named = self.names_floor(floor.device) if floor else not all(map(_floor, self.kernels))
+        if not named:
             return True
         wanted = self.kernels.get(variant.kernel)
         return wanted is not None and all(
@@ -180,11 +183,21 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for knob, values in wanted.items()
         )
 
+    def names_floor(self, device_kind: str) -> bool:
+        """Whether `kernels` names a floor that runs on a kind of device."""
+        return any(f.device == device_kind for f in map(_floor, self.kernels) if f)
+
     def values(self) -> Iterator[tuple[str, str, int | str | bool]]:
         """What `kernels` lists: kernel, knob and value."""
         for kernel, wanted in self.kernels.items():
             for knob, values in wanted.items():
                 yield from ((kernel, knob, value) for value in values)
+
+
+def _floor(name: str) -> Kernel | None:
+    """The floor of a name; None for another kernel."""
+    kernel = kernels.KERNELS.get(name)
+    return kernel if kernel and kernel.role == "floor" else None
 
 
 _INHERITED = tuple(f for f in Part.__struct_fields__ if f != "name")
@@ -234,9 +247,13 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
         )
 
     def admitted(self, contract: Contract, variants: Sequence[Variant]) -> tuple[Variant, ...]:
-        """Those decode variants that a part with this contract lets be tried."""
-        parts = [part for part in self.each_part() if contract in part.own_contracts()]
+        """Those variants that a part with this contract lets be tried."""
+        parts = self.parts_of(contract)
         return tuple(v for v in variants if any(part.admits(v) for part in parts))
+
+    def parts_of(self, contract: Contract) -> list[Part]:
+        """The parts with a contract."""
+        return [part for part in self.each_part() if contract in part.own_contracts()]
 
     def only(self, patterns: Collection[str]) -> "Config":
         """A config of the parts whose names match a pattern (`gdn-*`), named after the patterns;

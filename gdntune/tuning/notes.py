@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gdntune import kernels
 from gdntune.errors import listed
-from gdntune.kernels.spec import Variant
+from gdntune.kernels.spec import Role, Variant
 from gdntune.results.journal import Build, Cell, Check, Record, Trial, latest, timed
 from gdntune.tuning.config import same
 from gdntune.tuning.plan import Plan, Usable, chosen_by
@@ -72,10 +72,11 @@ def untried(plan: Plan) -> list[str]:
     """The values of the config's `kernels` that no variant has here; they are legal, but not worth
     trying.
     """
-    mine = {k.name for k in kernels.serving(plan.device, "decode")}
+    roles: tuple[Role, ...] = ("decode", "floor")
+    mine = {k.name for role in roles for k in kernels.serving(plan.device, role)}
     tried: dict[str, bool] = {}
     for part in plan.config.each_part():
-        variants = [v for c in part.own_contracts() for v in plan.tried[c]]
+        variants = [v for c in part.own_contracts() for v in (*plan.tried[c], *plan.floors[c])]
         for kernel, knob, value in part.values():
             if kernel in mine:
                 here = any(v.kernel == kernel and same(v.knobs[knob], value) for v in variants)

@@ -154,8 +154,23 @@ class Plan:
         return list(found.values())
 
 
-def _floors(config: Config, device: Device) -> dict[Contract, tuple[Variant, ...]]:
-    return {c: kernels.variants(c, device, "floor") for c in config.all_contracts()}
+# As many decode variants as somebody lists by hand: of so few a contract's 102 floors would be most
+# of what is compiled.
+FEW = 8
+
+
+def _floors(
+    config: Config, device: Device, contract: Contract, tried: Sequence[Variant] | None = None
+) -> tuple[Variant, ...]:
+    """The floors of a contract. tried: the decode variants there, where they decide how many floors
+    are worth compiling.
+    """
+    parts = config.parts_of(contract)
+    few = tried is not None and len(tried) <= FEW and all(part.kernels for part in parts)
+    if few and not any(part.names_floor(device.kind) for part in parts):
+        found = kernels.serving(device, "floor")
+        return tuple(v for k in found for v in k.few_variants(contract, device))
+    return config.admitted(contract, kernels.variants(contract, device, "floor"))
 
 
 def sweep_plan(
@@ -183,7 +198,7 @@ def sweep_plan(
         device,
         config.problems(),
         tried,
-        _floors(config, device),
+        {c: _floors(config, device, c, its) for c, its in tried.items()},
         judged=tuple(judged),
         l2=l2,
     )
@@ -204,12 +219,13 @@ def bench_plan(
     problems = config.all_problems()
     # Through the runtime itself, so that a bench times what an engine would call.
     choices = {p: runtime.bind(p.contract).choice(p.work_units).variant for p in problems}
+    contracts = config.all_contracts()
     return Plan(
         config,
         device,
         problems,
-        dict.fromkeys(config.all_contracts(), ()),
-        _floors(config, device),
+        dict.fromkeys(contracts, ()),
+        {c: _floors(config, device, c) for c in contracts},
         choices=choices,
         peers=peers,
         origins=_origins(config, runtime, peers),

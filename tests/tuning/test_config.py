@@ -9,7 +9,7 @@ from config_files import SMALL, read
 
 from gdntune.device import arch
 from gdntune.errors import ConfigError
-from gdntune.kernels.spec import Variant
+from gdntune.kernels.spec import FLOORS, Variant, floor_name
 from gdntune.problem import Contract, problem_fault
 from gdntune.results import table
 from gdntune.tuning import config
@@ -309,6 +309,59 @@ def test_kernels_restrict_variants():
     assert c.admitted(Contract(), [variant, msgspec.structs.replace(variant, kernel="other")]) == (
         variant,
     )
+
+
+def test_kernels_name_floors_apart():
+    """Floors and decode kernels are restricted each by its own names: a config that named a decode
+    variant alone compiled all 102 floors, and could not ask for fewer.
+    """
+    decode, floor = Variant("recurrent", "r", {"ilp": 4}), Variant("stream", "s", {"ilp": 4})
+    cases = (
+        ({}, (True, True)),
+        ({"recurrent": {"ilp": [4]}}, (True, True)),
+        ({"recurrent": {"ilp": [2]}}, (False, True)),
+        ({"stream": {"ilp": [2]}}, (True, False)),
+        ({"stream": {}}, (True, True)),
+        ({"recurrent": {"ilp": [4]}, "stream": {"ilp": [2]}}, (True, False)),
+        # A floor of another device says nothing of this one's.
+        ({"cpu_stream": {"ilp": [1]}}, (True, True)),
+    )
+    for named, admitted in cases:
+        c = read(kernels=named)
+        assert (c.admits(decode), c.admits(floor)) == admitted, named
+
+
+ONE = {
+    "tile_v": [16],
+    "ilp": [1],
+    "lanes": [8],
+    "threads": [128],
+    "spread": [False],
+    "heads": [False],
+}
+
+
+@pytest.mark.parametrize(
+    "named, floors",
+    [
+        ({"recurrent": ONE}, 8),
+        ({"recurrent": ONE, "stream": {}}, 102),
+        ({"recurrent": ONE, "stream": {"threads": [64], "ilp": [4], "early": [False]}}, 6),
+        ({"recurrent": {}}, 102),
+        ({}, 102),
+    ],
+)
+def test_one_variant_needs_few_floors(named, floors):
+    """A config that names one variant compiles it, the default rule's choice, the floors it needs
+    and the flush; it was 110 objects, of which 102 were floors.
+    """
+    contract = {"contracts": [{"state_dtype": "bf16"}], "tokens": [1], "device": "cuda"}
+    plan = sweep_plan(read(kernels=named, **contract), arch.target("sm_90a"))
+    ((tried, found),) = zip(plan.tried.values(), plan.floors.values(), strict=True)
+    assert len(found) == floors
+    assert {floor_name(v) for v in found} == set(FLOORS)
+    if len(tried) == 1:
+        assert len(plan.objects()) == floors + 3
 
 
 def test_kernels_of_parts_restrict_their_contracts():
