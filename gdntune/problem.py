@@ -18,6 +18,8 @@ Beta = Literal["logit", "given"]
 Mode = Literal["update", "frozen"]
 Intermediate = Literal["none", "dense", "indexed", "slots"]
 Norm = Literal["none", "silu", "sigmoid"]
+Conv = Literal["none", "identity", "silu"]
+Window = Literal["ring", "shifted"]
 
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 MAX_TOKENS = 16
@@ -49,6 +51,12 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
     norm: what the layer does with a head's output o [V] in the same call: nothing, or
         o rsqrt(mean(o^2) + eps) norm_weight gate(output_gate), its gate `silu` or `sigmoid`.
     norm_weight_dtype: of its weight [V]; the output gate has the inputs' dtype.
+    conv: what the layer does with q, k and v before, in the same call: nothing, or the causal
+        convolution of each channel over its last tokens, with `silu` behind it or without
+        (`identity`), in fp32 and rounded to the inputs' dtype, which weights and windows have too.
+    conv_width: its taps, 2 to 4. conv_bias: whether it has a bias.
+    conv_window: where a slot keeps its last rows: a `ring`, whose row `conv_position` gets the new
+        one, or `shifted` by a row a token, the oldest first.
     """
 
     op: Op = "gdn_decode"
@@ -71,11 +79,15 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
     ragged: bool = False
     norm: Norm = "none"
     norm_weight_dtype: DType = "fp32"
+    conv: Conv = "none"
+    conv_width: int = 4
+    conv_bias: bool = False
+    conv_window: Window = "ring"
 
     @property
     def layer(self) -> bool:
         """Whether a call does more of a model's layer than gates and delta rule."""
-        return self.norm != "none"
+        return self.norm != "none" or self.conv != "none"
 
     @property
     def has_parameters(self) -> bool:
@@ -112,7 +124,10 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
 
 
 # What came after the first tables and journals, at its defaults.
-_LATER = b',"norm":"none","norm_weight_dtype":"fp32"'
+_LATER = (
+    b',"norm":"none","norm_weight_dtype":"fp32","conv":"none","conv_width":4,"conv_bias":false,'
+    b'"conv_window":"ring"'
+)
 
 
 def without_defaults(encoded: bytes) -> bytes:
@@ -188,6 +203,23 @@ def contract_fault(c: Any) -> str | None:
         return (
             f"norm_weight_dtype={c.norm_weight_dtype!r} with norm='none': there is no weight;"
             " leave it at 'fp32'"
+        )
+    return _conv_fault(c)
+
+
+def _conv_fault(c: Contract) -> str | None:
+    """Why a contract's convolution is not legal, or none of ours."""
+    if c.conv == "none":
+        if (c.conv_width, c.conv_bias, c.conv_window) != (4, False, "ring"):
+            return "conv_width, conv_bias or conv_window with conv='none': leave them out"
+        return None
+    if not 2 <= c.conv_width <= 4:
+        return f"conv_width={c.conv_width}: expected 2 to 4"
+    if c.tokens != 1 or c.ragged or c.intermediate != "none" or not c.pool:
+        return (
+            f"conv={c.conv!r} with tokens={c.tokens}, ragged={c.ragged},"
+            f" intermediate={c.intermediate!r}, pool={c.pool}: expected one token of a pool; for"
+            " more call the convolution apart, and the rest with conv='none'"
         )
     return None
 

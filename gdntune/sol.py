@@ -62,7 +62,8 @@ def bytes_moved(problem: Problem) -> int:
 
     q, k [B,T,H,K]; v, output [B,T,HV,V]; a [B,T,HV] (KDA: g [B,T,HV,K]); b [B,T,HV]; A_log [HV] and
     dt_bias [HV] (KDA: [HV,K]) where the gate has them; with a norm the output's gate [B,T,HV,V] and
-    the weight [V]. A ragged batch counts as full: B*T tokens.
+    the weight [V]; with a convolution its windows and weights. A ragged batch counts as full: B*T
+    tokens.
     """
     c = problem.contract
     rows, HV = problem.B * c.tokens, problem.HV
@@ -77,7 +78,20 @@ def bytes_moved(problem: Problem) -> int:
         total += HV * ITEMSIZE[c.A_log_dtype] + gates * ITEMSIZE[c.dt_bias_dtype]
     if c.norm != "none":
         total += rows * HV * c.V * ITEMSIZE[c.input_dtype] + c.V * ITEMSIZE[c.norm_weight_dtype]
+    if c.conv != "none":
+        total += _convolution_bytes(problem)
     return total
+
+
+def _convolution_bytes(problem: Problem) -> int:
+    """Of D channels: a window's width - 1 rows read; written the new row, or where it is shifted
+    all of them; weights and bias. The row that is convolved is q, k and v.
+    """
+    c = problem.contract
+    D = 2 * problem.H * c.K + problem.HV * c.V
+    written = (1 if c.conv_window == "ring" else c.conv_width - 1) * (c.mode == "update")
+    rows = problem.B * (c.conv_width - 1 + written) + c.conv_width + c.conv_bias
+    return D * rows * ITEMSIZE[c.input_dtype]
 
 
 def sol(bytes_moved: int, time_us: float, peak_gb_s: float) -> float:

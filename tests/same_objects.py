@@ -63,7 +63,7 @@ def choices() -> Iterator[tuple[str, Any, Any]]:
                         knobs = kernel.default(contract, work_units, t.device)
                     except UnsupportedProblem:
                         break
-                    if kernel.refuse(contract, knobs) is None:
+                    if kernel.fault(contract, knobs) is None:
                         yield kernel.name, contract, kernel.variant(knobs).knobs
 
 

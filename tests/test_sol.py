@@ -156,3 +156,16 @@ def test_classify_refuses_a_wrong_policy():
     """A wrong policy lists the right ones."""
     with pytest.raises(UnsupportedProblem, match="cold-clean, cold-dirty, rotate, warm"):
         sol.classify(problem(), 3.0, H100, "hot")
+
+
+def test_a_layer_moves_its_windows_gates_and_weights():
+    """By hand: B=2, H=1, HV=2, K=64, V=32, D=192, bf16."""
+    plain = Contract(K=64, V=32)
+    without = sol.bytes_moved(Problem(plain, 2, 1, 2))
+    norm = sol.bytes_moved(Problem(plain.replace(norm="silu"), 2, 1, 2)) - without
+    assert norm == 2 * (2 * 2 * 32) + 4 * 32
+    conv = plain.replace(conv="silu", conv_bias=True)
+    # three rows read and one written a request, four taps and a bias
+    assert sol.bytes_moved(Problem(conv, 2, 1, 2)) - without == 2 * 192 * (2 * 4 + 5)
+    shifted = conv.replace(conv_window="shifted", conv_bias=False)
+    assert sol.bytes_moved(Problem(shifted, 2, 1, 2)) - without == 2 * 192 * (2 * 6 + 4)

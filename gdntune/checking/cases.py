@@ -15,9 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdntune.checking.draw import Draw, draw_beta, draw_gate, draw_norm, draw_qkv
+from gdntune.checking.draw import (
+    Draw,
+    draw_beta,
+    draw_conv,
+    draw_gate,
+    draw_norm,
+    draw_qkv,
+    window_rows,
+)
 from gdntune.checking.options import Options
-from gdntune.checking.reference import DTYPES
+from gdntune.checking.places import Given, places
+from gdntune.checking.reference import DTYPES, convolution
 from gdntune.checking.slots import Slots, assign_slots, some
 from gdntune.errors import UnsupportedProblem
 from gdntune.kernels.spec import arguments_of
@@ -67,6 +76,11 @@ class Case:
     output_gate: Tensor | None = None
     norm_weight: Tensor | None = None
     norm_eps: float = 1e-6
+    mixed_qkv: Tensor | None = None
+    conv_state: Tensor | None = None
+    conv_weight: Tensor | None = None
+    conv_bias: Tensor | None = None
+    conv_position: Tensor | None = None
     mixed: Tensor | None = None
 
     @property
@@ -107,11 +121,23 @@ class Case:
 
         return dataclasses.replace(self, **{name: copy(x) for name, x in self.tensors().items()})
 
-    def restore(self, before: "Case") -> None:
-        """Copies what a call writes (state, intermediate, output) back from a clone made earlier;
-        no address changes.
+    def with_inputs(self, **flowing: Any) -> "Case":
+        """The case with other inputs and output of the same shapes; of `mixed_qkv` q, k and v are
+        made views.
         """
-        for name in ("state", "intermediate", "output"):
+        mixed = flowing.get("mixed_qkv")
+        if mixed is not None:
+            like = {name: getattr(self, name) for name in "qkv"}
+            parts = mixed.split([x.shape[2] * x.shape[3] for x in like.values()], -1)
+            for (name, x), part in zip(like.items(), parts, strict=True):
+                flowing[name] = part.unflatten(-1, x.shape[2:])
+        return dataclasses.replace(self, **flowing)
+
+    def restore(self, before: "Case") -> None:
+        """Copies what a call writes (state, intermediate, output, windows) back from a clone made
+        earlier; no address changes.
+        """
+        for name in ("state", "intermediate", "output", "conv_state"):
             mine, kept = getattr(self, name), getattr(before, name)
             if mine is not None:
                 whole(mine).copy_(whole(kept))
@@ -143,6 +169,9 @@ def make_case(
     b = draw_beta(draw, problem, rows, o)
     state = _state(draw, problem, plan.slots, o.slot_stride_pad)
     output_gate, norm_weight = draw_norm(draw, problem, rows, o)
+    at: list[int] = []
+    if c.conv != "none" and c.conv_window == "ring":
+        at = [pick.randrange(window_rows(c, o)) for _ in range(B)]
 
     def index(values: Sequence[Any]) -> Tensor:
         return _index(values, o, place)
@@ -174,7 +203,12 @@ def make_case(
         output_gate=output_gate,
         norm_weight=norm_weight,
         norm_eps=o.norm_eps,
+        **draw_conv(draw, problem, o, plan.slots, q),
+        conv_position=index(at) if at else None,
     )
+    if c.conv != "none":
+        _settle(draw, case)
+        _poison_windows(case, plan)
     _poison_padding(case, plan, bounds)
     return case
 
@@ -243,6 +277,40 @@ def _buffer(problem: Problem, options: Options, place: torch.device) -> Tensor |
     rows, steps = problem.B + options.extra_rows, c.tokens + options.extra_steps
     size = problem.HV * c.K * c.V + options.slot_stride_pad
     return _heads(_poison((rows, steps, size), c.state_dtype, place), problem)
+
+
+def _settle(draw: Draw, case: Case) -> None:
+    """Draws anew the inputs whose convolution lies so near the middle between two numbers of the
+    inputs' dtype that a right sum in fp32 may round to either.
+    """
+    c, mixed = case.contract, case.mixed_qkv
+    if c.input_dtype == "fp32" or mixed is None:
+        return
+    given = Given(**case.tensors())
+    where = places(c, given)
+    for _ in range(100):
+        sums = convolution(c.replace(conv="identity"), given, where, torch.float64)
+        y = convolution(c, given, where, torch.float64)
+        # of sums of a few units, and of silu's slope and own error
+        lost = 2.0**-18 * (sums.sigmoid() * (1 + sums.abs()) * 4 + y.abs())
+        either = (y - lost).to(mixed.dtype) != (y + lost).to(mixed.dtype)
+        # near zero the sum of its taps is far larger than what they come to
+        either &= where.real & (y.abs() > lost)
+        if not either.any():
+            return
+        mixed[:, 0] = torch.where(either, draw.normal(*y.shape, dtype=mixed.dtype), mixed[:, 0])
+
+
+def _poison_windows(case: Case, plan: Slots) -> None:
+    """NaN for the rows of rings that hold no token of the window."""
+    state, at = case.conv_state, case.conv_position
+    if state is None or at is None:
+        return
+    rows = state.shape[1]
+    for slot, place in zip(plan.start, at.tolist(), strict=True):
+        window = {(place - back) % rows for back in range(1, case.contract.conv_width)}
+        if 0 <= slot < state.shape[0]:
+            state[slot, sorted(set(range(rows)) - window)] = math.nan
 
 
 def _poison_padding(case: Case, plan: Slots, bounds: Sequence[int]) -> None:

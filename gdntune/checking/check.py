@@ -175,6 +175,9 @@ def _coordinates(case: Case, name: str, leading: int, rest: Sequence[int]) -> st
     tensor: Tensor = getattr(case, name)
     if name == "state":
         first = f"slot={leading}"
+    elif name == "conv_state":
+        first = f"slot={leading // tensor.shape[1]}, row={leading % tensor.shape[1]}"
+        return f"{name}[{first}, channel={rest[-1]}]"
     elif name == "intermediate":
         first = f"row={leading // tensor.shape[1]}, step={leading % tensor.shape[1]}"
     elif case.contract.ragged:
@@ -223,6 +226,13 @@ class Truth:
                 _Part.of("intermediate", t.intermediate_from, t.states, t.state_tokens, kept)
             )
 
+        if t.windows is not None and t.windows_from is not None:
+            rows = t.windows[:, None]
+            seen = torch.ones(rows.shape[0], dtype=torch.int64, device=rows.device)
+            assert before.conv_state is not None
+            kept = before.conv_state.dtype
+            self.parts.append(_Part.of("conv_state", t.windows_from, rows, seen, kept))
+
     def judge(self, after: Case) -> Verdict:
         """The verdict on a clone of `before` that a kernel was called with."""
         # A fault of the kernel under test comes up here, under its own name, and not in the next
@@ -244,6 +254,8 @@ class Truth:
             x = tensor[part.places]
         else:
             x = tensor[part.places // tensor.shape[1], part.places % tensor.shape[1]]
+        if part.name == "conv_state":
+            return x[:, None]
         return (
             x if part.name == "output" or case.contract.layout == "k_last" else x.transpose(-1, -2)
         )

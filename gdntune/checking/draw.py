@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gdntune.checking.options import Options
 from gdntune.checking.reference import DTYPES
-from gdntune.problem import Problem
+from gdntune.problem import Contract, Problem
 
 # Beyond this many elements a tensor is a repeated block: normal_ makes 50 to 100 million elements a
 # second on a CPU core, and a table's largest states have billions. An odd length, so that
@@ -48,7 +48,7 @@ def draw_qkv(
     """q, k [*rows, H, K] and v [*rows, HV, V] in the inputs' dtype."""
     c, H, HV = problem.contract, problem.H, problem.HV
     dtype, shapes = DTYPES[c.input_dtype], ((H, c.K), (H, c.K), (HV, c.V))
-    if options.packed_qkv:
+    if options.packed_qkv or c.conv != "none":
         sizes = [n * size for n, size in shapes]
         parts = draw.normal(*rows, sum(sizes), dtype=dtype).split(sizes, -1)
         q, k, v = (x.unflatten(-1, shape) for x, shape in zip(parts, shapes, strict=True))
@@ -122,6 +122,34 @@ def draw_norm(
         gate = torch.where(fifth == 1, 100.0, torch.where(fifth == 3, -100.0, gate)).to(gate.dtype)
     weight = (1 + draw.normal(c.V) / 4).to(DTYPES[c.norm_weight_dtype])
     return _gapped(gate) if options.packed_qkv else gate, weight
+
+
+def window_rows(contract: Contract, options: Options) -> int:
+    """Rows of a slot's window."""
+    width = contract.conv_width
+    return width - 1 if contract.conv_window == "shifted" else width + options.extra_rows
+
+
+def draw_conv(
+    draw: Draw, problem: Problem, options: Options, slots: int, q: Tensor
+) -> dict[str, Tensor | None]:
+    """The packed inputs, whose view q is, windows [slots, rows, D], weights [D, width] of a trained
+    size and bias [D]; nothing where the contract has no convolution.
+    """
+    c = problem.contract
+    if c.conv == "none":
+        return {}
+    mixed, dtype = q._base, DTYPES[c.input_dtype]
+    assert mixed is not None
+    D, rows = mixed.shape[-1], window_rows(c, options)
+    stored = draw.normal(slots, rows * D + options.slot_stride_pad, dtype=dtype)
+    weight = (draw.normal(D, c.conv_width) / 2).to(dtype)
+    return {
+        "mixed_qkv": mixed,
+        "conv_state": stored[:, : rows * D].unflatten(-1, (rows, D)),
+        "conv_weight": weight,
+        "conv_bias": draw.normal(D, dtype=dtype) / 4 if c.conv_bias else None,
+    }
 
 
 def _extreme(draw: Draw, a: Tensor, bias: Tensor) -> Tensor:

@@ -49,6 +49,11 @@ class Given:
     output_gate: Tensor | None = None
     norm_weight: Tensor | None = None
     norm_eps: float = 1e-6
+    mixed_qkv: Tensor | None = None
+    conv_state: Tensor | None = None
+    conv_weight: Tensor | None = None
+    conv_bias: Tensor | None = None
+    conv_position: Tensor | None = None
 
     def tensor(self, name: str) -> Tensor:
         """An argument that the contract asks for; UnsupportedProblem where it is None."""

@@ -53,6 +53,41 @@ def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, epsilon: float, kind: st
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + epsilon) * weight * factor
 
 
+def convolution(contract: Contract, given: Given, where: Places, dtype: torch.dtype) -> Tensor:
+    """The convolution of each request's channels [B, D], in a compute dtype and not rounded."""
+    state, mixed = given.tensor("conv_state"), given.tensor("mixed_qkv")
+    weight = given.tensor("conv_weight").detach().to(dtype)
+    window = state[where.start.clamp(min=0)]
+    if contract.conv_window == "ring":
+        at = given.tensor("conv_position").to(torch.int64)[:, None]
+        back = torch.arange(1 - contract.conv_width, 0, device=state.device)
+        rows = (at + back) % state.shape[1]
+        window = window.gather(1, rows[..., None].expand(-1, -1, state.shape[2]))
+    taps = torch.cat((window.to(dtype), mixed.to(dtype)), 1)
+    taps = torch.where(where.real[..., None], taps, 0)
+    y = (taps * weight.T).sum(1)
+    if contract.conv_bias:
+        y = y + given.tensor("conv_bias").detach().to(dtype)
+    return y * torch.sigmoid(y) if contract.conv == "silu" else y
+
+
+def convolved(
+    contract: Contract, given: Given, where: Places, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [B, 1, H, K] and v [B, 1, HV, V] behind the convolution, rounded as the unfused path
+    rounds them. fp32 is left as it is: a kernel's own sum is off by more than that rounding.
+    """
+    y = convolution(contract, given, where, dtype)
+    if contract.input_dtype != "fp32":
+        y = y.to(DTYPES[contract.input_dtype]).to(dtype)
+    sizes = [x.shape[2] * x.shape[3] for x in (given.q, given.k, given.v)]
+    q, k, v = y[:, None].split(sizes, -1)
+    return tuple(
+        x.unflatten(-1, like.shape[2:])
+        for x, like in zip((q, k, v), (given.q, given.k, given.v), strict=True)
+    )
+
+
 def softplus(x: Tensor, beta: float, threshold: float) -> Tensor:
     """log(1 + exp(beta x)) / beta, and x itself where beta x > threshold, so nothing overflows."""
     return torch.nn.functional.softplus(x, beta, threshold)
@@ -126,7 +161,8 @@ class Trace:
     seen. zero [n]: outputs of padding, exactly zero. reach [n, HV]: the norm that an output row has
     where q meets the state at a random angle, norm(S) norm(q) / sqrt(K). The row itself can be as
     small as chance has it (a state of one token is u k^T, its outputs u (k.q)), what rounding loses
-    cannot. With a norm it is what that norm comes to behind it.
+    cannot. With a norm it is what that norm comes to behind it. windows [w, D], windows_from
+    [slots*rows]: rows of the convolution's windows.
     """
 
     output: Tensor
@@ -138,6 +174,8 @@ class Trace:
     state_tokens: Tensor
     zero: Tensor
     reach: Tensor
+    windows: Tensor | None = None
+    windows_from: Tensor | None = None
 
 
 def _held(size: int, *writes: tuple[Tensor, Tensor]) -> Tensor:
@@ -180,6 +218,7 @@ def trace(
         buffer = _held(given.tensor("intermediate").shape[:2].numel(), *each)
     length = where.real.sum(1, keepdim=True)
     seen = torch.minimum(torch.arange(1, T + 1, device=device), length)
+    windows, windows_from = _windows(contract, given, where)
     of_rows = (where.rows, torch.arange(B * T, device=device).view(B, T))
     return Trace(
         output=outputs.flatten(0, 1),
@@ -191,23 +230,45 @@ def trace(
         state_tokens=seen[:, T - kept.shape[1] :].flatten(),
         zero=~where.real.flatten(),
         reach=reaches.flatten(0, 1),
+        windows=windows,
+        windows_from=windows_from,
     )
+
+
+def _windows(
+    contract: Contract, given: Given, where: Places
+) -> tuple[Tensor | None, Tensor | None]:
+    """The rows that windows get, and which of them each of [slots*rows] has in the end."""
+    if contract.conv == "none":
+        return None, None
+    state, mixed = given.tensor("conv_state"), given.tensor("mixed_qkv")
+    rows, written = state.shape[1], where.final[:, None]
+    if contract.conv_window == "ring":
+        values, place = mixed, given.tensor("conv_position").to(torch.int64)[:, None]
+    else:
+        values = torch.cat((state[where.start.clamp(min=0)][:, 1:], mixed), 1)
+        place = torch.arange(rows, device=state.device)
+    cells = torch.where(written >= 0, written * rows + place, -1).flatten()
+    identity = torch.arange(cells.numel(), device=state.device)
+    return values.flatten(0, 1), _held(state.shape[0] * rows, (cells, identity))
 
 
 def _computed(
     contract: Contract, given: Given, where: Places, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """By request: the outputs [B, T, HV, V]; the states [B, T, HV, V, K] after each token, or the
-    last alone [B, 1, ...] where none between is wanted; the outputs' reach [B, T, HV] (see
-    `Trace`).
+    """By request, convolution and norm included: the outputs [B, T, HV, V]; the states
+    [B, T, HV, V, K] after each token, or the last alone [B, 1, ...] where none between is wanted;
+    the outputs' reach [B, T, HV] (see `Trace`).
     """
     real, HV, K = where.real, given.v.shape[2], given.q.shape[-1]
-    query, key = (_tokens(x, where, dtype) for x in (given.q, given.k))
+    if contract.conv == "none":
+        query, key, value = (_tokens(x, where, dtype) for x in (given.q, given.k, given.v))
+    else:
+        query, key, value = convolved(contract, given, where, dtype)
     if given.use_qk_l2norm:
         query, key = normalised(query), normalised(key)
     query = query * (K**-0.5 if given.scale is None else given.scale)
     query, key = (x.repeat_interleave(HV // x.shape[2], 2) for x in (query, key))
-    value = _tokens(given.v, where, dtype)
     decay, beta = _gates_of(contract, given, where, dtype)
     start = given.state[where.start.clamp(min=0)].to(dtype)
     if contract.layout == "v_last":

@@ -1,4 +1,4 @@
-"""The CPU kernel of a layer: `cpu_recurrent`'s C++, and in cpu/layer.h the norm behind it."""
+"""The CPU kernel of a layer: `cpu_recurrent`'s C++, and in cpu/layer.h what is around it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ def source(facts: Mapping[str, Any], knobs: Mapping[str, Any], name: str) -> str
     """The C++ of one object: that of the delta rule, with a layer around it."""
     inner = cpu_recurrent.source(facts, knobs, name)
     return inner.replace('"decode.h"', '"layer.h"').replace(
-        "Decode<Setting>", f"Layer<Setting, Norm::{facts['norm']}>"
+        "Decode<Setting>", f"Layer<Setting, Norm::{facts['norm']}, Conv::{facts['conv']}>"
     )
 
 

@@ -1,4 +1,4 @@
-"""Knobs of `cpu_layer`: `cpu_recurrent`'s, which decide all but the norm."""
+"""Knobs of `cpu_layer`: `cpu_recurrent`'s, which decide all but what is around the delta rule."""
 
 import dataclasses
 
@@ -8,8 +8,8 @@ from gdntune.problem import Contract
 
 
 def facts(c: Contract) -> Facts:
-    """What an object is compiled for; the weight's dtype is told by its tensor."""
-    return {**cpu_recurrent_config.facts(c), "norm": c.norm}
+    """What an object is compiled for; dtypes, taps, bias and the kind of window its tensors tell."""
+    return {**cpu_recurrent_config.facts(c), "norm": c.norm, "conv": c.conv}
 
 
 KERNEL = dataclasses.replace(

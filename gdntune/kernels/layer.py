@@ -1,9 +1,16 @@
-"""A layer's step in one launch: gated delta rule and the gated RMSNorm behind it, by `recurrent` with V unsplit.
+"""A layer's step in one launch: convolution, gated delta rule and gated RMSNorm, each end where the contract has it.
+
+The delta rule is `recurrent`'s, which finds its inputs and leaves its outputs in shared memory.
 
 A norm needs all of a head's V. So a block has a whole head, in chunks of rows, and its outputs go to shared memory in fp32. Behind
 one barrier each warp takes a token: o rsqrt(mean(o^2) + eps) weight gate(z), rounded once. The barrier stands behind the state's
 stores, which nobody waits for: what the norm adds is what a warp needs for V values in shared memory.
+
+The convolution is of one token. Windows are rings: the new row goes where no block reads, so the blocks of a q/k head need not wait
+for one another. Each convolves the head's 2 K channels anew, beside its own rows of V; one of them stores the new row.
 """
+
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -13,9 +20,39 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from gdntune.kernels import decode, gates, recurrent
-from gdntune.kernels.recurrent import Block, Kept, Operands, Options, Thread
+from gdntune.kernels.recurrent import Block, Kept, Operands, Options, Read, Thread
 
 F32 = Float32
+# Channels that a load moves, and more of them than any row has: a view's last dimension is no bound.
+CHANNELS, MANY = 4, 1 << 24
+
+
+class Conv(NamedTuple):
+    """A call's convolution: its tensors, the q/k heads, and the rows of a ring."""
+
+    mixed: Any
+    state: Any
+    weight: Any
+    bias: Any
+    position: Any
+    H: Any
+    rows: Any
+
+
+class Taps(NamedTuple):
+    """Of a thread's channels: their numbers, weights and biases."""
+
+    channels: Any
+    weight: Any
+    bias: Any
+
+
+class Brought(NamedTuple):
+    """Registers for what the launch ahead wrote: a token's inputs, the output's gate, the new row of the window."""
+
+    read: Any
+    gate: Any
+    row: Any
 
 
 class Layer(recurrent.Recurrent):
@@ -23,15 +60,20 @@ class Layer(recurrent.Recurrent):
 
     def __init__(self, facts: dict, knobs: dict):
         super().__init__(facts, knobs)
-        self.norm = facts["norm"]
+        self.norm, self.conv, self.width = facts["norm"], facts["conv"], facts["conv_width"]
+        self.normed, self.convolves = self.norm != "none", self.conv != "none"
         # of a token's row, what a lane normalises
         self.VL = self.V // 32
+        # channels that a block convolves, and loads of them that a thread makes
+        self.channels = 2 * self.K + self.tile_v
+        self.rounds = -(-self.channels // (CHANNELS * self.threads))
 
     @cute.jit
     def gated_delta_rule_layer_decode(
         self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
         scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
-        null_index: Int32, use_qk_l2norm: Int32, output_gate, norm_weight, norm_eps: Float32, stream: CUstream,
+        null_index: Int32, use_qk_l2norm: Int32, output_gate, norm_weight, norm_eps: Float32,
+        mixed_qkv, conv_state, conv_weight, conv_bias, conv_position, stream: CUstream,
     ):  # fmt: skip
         B = output.shape[0]
         if const_expr(self.ragged):
@@ -44,17 +86,31 @@ class Layer(recurrent.Recurrent):
         columns = slot_index.shape[1] if const_expr(self.intermediate == "slots") else None
         rows = intermediate.shape[0] if const_expr(intermediate is not None) else None
         steps = intermediate.shape[1] if const_expr(intermediate is not None) else None
+        window = conv_state.shape[1] if const_expr(self.convolves) else None
+        tiles = self.V // self.tile_v
+        grid = (tiles, HV, B)
+        if const_expr(self.heads_first):
+            grid = (HV, tiles, B)
         self.kernel(
             self.view(state, 1, None), self.view(q, 2), self.view(k, 2), self.view(v, 2), self.view(a, 2), self.view(b, 2), A_log, dt_bias,
             self.view(read_index, 1), self.view(write_index, 1), self.view(slot_index, 2, None), self.view(accepted, 1),
             self.view(cu_seqlens, 1), self.view(intermediate, 2), self.view(output, 2),
             scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm,
-            self.view(output_gate, 2), norm_weight, norm_eps, heads, state.shape[0], tokens, columns, rows, steps, A_shared, dt_shared,
+            self.view(output_gate, 2), norm_weight, norm_eps, self.rows_of(mixed_qkv, 1), self.rows_of(conv_state, 2),
+            self.rows_of(conv_weight, 0), self.rows_of(conv_bias, 0), self.view(conv_position, 1), q.shape[2], window,
+            heads, state.shape[0], tokens, columns, rows, steps, A_shared, dt_shared,
         ).launch(
-            grid=(1, HV, B), block=(self.threads, 1, 1), stream=stream,
+            grid=grid, block=(self.threads, 1, 1), stream=stream,
             min_blocks_per_mp=self.resident, preferred_smem_carveout=100 if self.resident else None,
             use_pdl=self.pdl != "none",
         )  # fmt: skip
+
+    def rows_of(self, x, leading):
+        """The same memory by its `leading` dimensions and the elements behind, side by side: a launch carries no more."""
+        if x is None:
+            return None
+        stride = (*(x.stride[d] for d in range(leading)), 1)
+        return cute.make_tensor(x.iterator, cute.make_layout((1,) * leading + (MANY,), stride=stride))
 
     @cute.jit
     def read_gate(self, output_gate, block, tid):
@@ -96,26 +152,148 @@ class Layer(recurrent.Recurrent):
                 row = output[block.ni, block.t0 + t, block.hv, None]
                 cute.autovec_copy(y, cute.local_tile(row, (self.VL,), (wl,)))
 
+    @cute.jit
+    def channel(self, e, block, H):
+        """The packed row's channel that is the block's e-th: K of q, K of k, tile_v of v."""
+        c = block.hq * self.K + e
+        c = cutlass.select_(e >= self.K, H * self.K + c - self.K, c)
+        of_v = 2 * H * self.K + block.hv * self.V + block.v0 + e - 2 * self.K
+        return cutlass.select_(e >= 2 * self.K, of_v, c)
+
+    @cute.jit
+    def read_taps(self, conv, block, tid):
+        """Issues the loads of a thread's weights and biases. Threads beyond the last channel have the last ones' too."""
+        channels = cute.make_rmem_tensor((self.rounds,), Int32)
+        W = const_expr(CHANNELS * self.width)
+        rw = cute.make_rmem_tensor(cute.make_layout((self.rounds, W), stride=(W, 1)), conv.weight.element_type)
+        rb = None
+        if const_expr(conv.bias is not None):
+            rb = self.per_channel(conv.bias.element_type)
+        for r in cutlass.range_constexpr(self.rounds):
+            e = cutlass.min((r * self.threads + tid) * CHANNELS, self.channels - CHANNELS)
+            channels[r] = self.channel(e, block, conv.H)
+            cute.autovec_copy(cute.local_tile(conv.weight, (W,), (channels[r] // CHANNELS,)), rw[r, None])
+            if const_expr(conv.bias is not None):
+                self.read_channels(conv.bias, channels[r], rb[r, None])
+        return Taps(channels, rw, rb)
+
+    def per_channel(self, dtype):
+        """Registers for a value of each of a thread's channels."""
+        return cute.make_rmem_tensor(cute.make_layout((self.rounds, CHANNELS), stride=(CHANNELS, 1)), dtype)
+
+    @cute.jit
+    def read_channels(self, source, c, target):
+        cute.autovec_copy(cute.local_tile(source, (CHANNELS,), (c // CHANNELS,)), target)
+
+    @cute.jit
+    def read_window(self, conv, slot, at, taps):
+        """Issues the loads of the rows before row `at` of a slot's ring, the oldest first."""
+        shape = (self.rounds, self.width - 1, CHANNELS)
+        stride = ((self.width - 1) * CHANNELS, CHANNELS, 1)
+        rr = cute.make_rmem_tensor(cute.make_layout(shape, stride=stride), conv.state.element_type)
+        for r in cutlass.range_constexpr(self.rounds):
+            for j in cutlass.range_constexpr(self.width - 1):
+                row = at + (j + 1 - self.width)
+                row = cutlass.select_(row < 0, row + conv.rows, row)
+                self.read_channels(conv.state[Int64(slot), row, None], taps.channels[r], rr[r, j, None])
+        return rr
+
+    @cute.jit
+    def convolve(self, taps, window, row, sX, block, tid):
+        """A thread's channels convolved, to shared memory as the unfused path rounds them."""
+        for r in cutlass.range_constexpr(self.rounds):
+            e = (r * self.threads + tid) * CHANNELS
+            if e < self.channels:
+                y = cute.make_rmem_tensor((CHANNELS,), sX.element_type)
+                for i in cutlass.range_constexpr(CHANNELS):
+                    x = row[r, i].to(F32) * taps.weight[r, self.width * i + self.width - 1].to(F32)
+                    for j in cutlass.range_constexpr(self.width - 1):
+                        x += window[r, j, i].to(F32) * taps.weight[r, self.width * i + j].to(F32)
+                    if const_expr(taps.bias is not None):
+                        x += taps.bias[r, i].to(F32)
+                    if const_expr(self.conv == "silu"):
+                        x = x * gates.sigmoid(x)
+                    y[i] = x.to(sX.element_type)
+                # v stands where its rows are among all of V
+                place = cutlass.select_(e >= 2 * self.K, e + block.v0, e)
+                cute.autovec_copy(y, cute.local_tile(sX, (CHANNELS,), (place // CHANNELS,)))
+
+    @cute.jit
+    def store_row(self, conv, slot, at, taps, row, block, first, tid):
+        """The window's new row: v's channels by their own block, q's and k's by the `first` of those that share the head."""
+        for r in cutlass.range_constexpr(self.rounds):
+            e = (r * self.threads + tid) * CHANNELS
+            if e < self.channels and (e >= 2 * self.K or first):
+                ring = conv.state[Int64(slot), at, None]
+                cute.autovec_copy(row[r, None], cute.local_tile(ring, (CHANNELS,), (taps.channels[r] // CHANNELS,)))
+
+    @cute.jit
+    def read_convolved(self, sX, gates_read, block, thread):
+        """One token's inputs as `read_token` gives them: q, k and v of shared memory, gates as they were read."""
+        rq = cute.make_rmem_tensor((self.RK,), sX.element_type)
+        rk = cute.make_rmem_tensor((self.RK,), sX.element_type)
+        rv = cute.make_rmem_tensor((self.own,), sX.element_type)
+        self.read_key(cute.local_tile(sX, (self.K,), (0,)), rq, thread.lane)
+        self.read_key(cute.local_tile(sX, (self.K,), (1,)), rk, thread.lane)
+        self.read_values(self.values_of(sX)[0, 0, 0, None], rv, self.unit(block.vt, 0, thread))
+        return Read(rq, rk, gates_read.g, rv, gates_read.a, gates_read.b)
+
+    def values_of(self, sX):
+        """v of shared memory under the indices of a tensor [B, T, HV, V]: it has the block's head alone."""
+        layout = cute.make_layout((1, 1, 1, self.V), stride=(0, 0, 0, 1))
+        return cute.make_tensor(sX.iterator + 2 * self.K, layout)
+
+    @cute.jit
+    def read_gates(self, x, block, thread):
+        """Issues the loads of a token's gates alone."""
+        rg = cute.make_rmem_tensor((self.K // 32,), x.a.element_type)
+        ga = F32(0.0)
+        if const_expr(self.per_k):
+            self.read_lane(x.a[block.ni, block.t0, block.hv, None], rg, thread.tid % 32)
+        else:
+            ga = x.a[block.ni, block.t0, block.hv].to(F32)
+        return Read(None, None, rg, None, ga, x.b[block.ni, block.t0, block.hv].to(F32))
+
+    @cute.jit
+    def bring(self, x, output_gate, conv, taps, block, thread):
+        """Issues the loads of what the launch ahead wrote."""
+        rx = None
+        if const_expr(self.convolves):
+            rx = self.per_channel(conv.mixed.element_type)
+            for r in cutlass.range_constexpr(self.rounds):
+                self.read_channels(conv.mixed[block.n, None], taps.channels[r], rx[r, None])
+        read = self.read_gates(x, block, thread) if const_expr(self.convolves) else self.read(x, block, thread)
+        rz = self.read_gate(output_gate, block, thread.tid) if const_expr(self.normed) else None
+        return Brought(read, rz, rx)
+
     @cute.kernel
     def kernel(
         self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
         scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
-        null_index: Int32, use_qk_l2norm: Int32, output_gate, norm_weight, norm_eps: Float32, heads: cute.FastDivmodDivisorV2,
+        null_index: Int32, use_qk_l2norm: Int32, output_gate, norm_weight, norm_eps: Float32,
+        mixed_qkv, conv_state, conv_weight, conv_bias, conv_position, H, window_rows, heads: cute.FastDivmodDivisorV2,
         slots: Int32, tokens: Int32, columns, rows, steps, A_shared, dt_shared,
     ):  # fmt: skip
-        # Outputs of the delta rule: a row of shared memory a token, whatever request and head they are of.
         smem = SmemAllocator()
-        sO = smem.allocate_tensor(F32, cute.make_layout((self.tokens, self.V), stride=(self.V, 1)), 16)
-        rows_of_block = cute.make_layout((1, self.tokens, 1, self.V), stride=(0, self.V, 0, 1))
+        outputs, values = output, v
+        sO = None
+        if const_expr(self.normed):
+            # A row a token, whatever request and head they are of.
+            sO = smem.allocate_tensor(F32, cute.make_layout((self.tokens, self.V), stride=(self.V, 1)), 16)
+            of_block = cute.make_layout((1, self.tokens, 1, self.V), stride=(0, self.V, 0, 1))
+            outputs = cute.make_tensor(sO.iterator, of_block)
+        sX = None
+        if const_expr(self.convolves):
+            sX = smem.allocate_tensor(v.element_type, cute.make_layout((2 * self.K + self.V,)), 16)
+            values = self.values_of(sX)
         x = Operands(
-            state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate,
-            cute.make_tensor(sO.iterator, rows_of_block),
+            state, q, k, values, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, outputs
         )  # fmt: skip
         options = Options(scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm)
         tid, _, _ = cute.arch.thread_idx()
         vt, hv, n = self.place()
         lane, group = self.thread(tid)
-        hq, _ = divmod(hv, heads)
+        hq, shares = divmod(hv, heads)
         part = lane % self.lanes // self.alike
         home = tid % 32 - lane if const_expr(self.k_last) else tid % self.step
         thread = Thread(tid, lane, group, part, home)
@@ -128,18 +306,24 @@ class Layer(recurrent.Recurrent):
             write_slot = write_index[n] if const_expr(self.pool and self.update) else slot
         else:
             slot, write_slot = self.slots_of(n, read_index, write_index, slot_index, accepted, columns)
+        conv = Conv(mixed_qkv, conv_state, conv_weight, conv_bias, conv_position, H, window_rows)
+        at = Int32(0)
+        if const_expr(self.convolves):
+            # no position reaches memory that is not the slot's
+            at = cutlass.min(cutlass.max(conv_position[n], 0), window_rows - 1)
         # from here on in the order of `recurrent`, which says why
         cute.arch.sync_warp()
         ni, t0, length = self.span_of(n, cu_seqlens, tokens)
-        block = Block(vt, Int32(0), hv, hq, n, ni, t0, length)
-        # what shared memory has, from its first row on
-        within = Block(vt, Int32(0), hv, hq, n, ni, Int32(0), length)
+        block = Block(vt, vt * self.tile_v, hv, hq, n, ni, t0, length)
+        # What the delta rule leaves is in shared memory from its first row on.
+        within = Block(vt, block.v0, hv, hq, n, ni, Int32(0) if const_expr(self.normed) else t0, length)
         gate = self.gate_of(x, A_shared, dt_shared, hq, hv, tid)
-        rw = cute.make_rmem_tensor((self.VL,), norm_weight.element_type)
-        self.read_row(norm_weight, rw, tid % 32)
-        early = const_expr(self.pdl != "state")
-        read = self.read(x, block, thread) if early else None
-        rz = self.read_gate(output_gate, block, tid) if early else None
+        rw = None
+        if const_expr(self.normed):
+            rw = cute.make_rmem_tensor((self.VL,), norm_weight.element_type)
+            self.read_row(norm_weight, rw, tid % 32)
+        taps = self.read_taps(conv, block, tid) if const_expr(self.convolves) else None
+        early = self.bring(x, output_gate, conv, taps, block, thread) if const_expr(self.pdl != "state") else None
         cute.arch.sync_warp()
 
         if const_expr(self.row):
@@ -148,43 +332,68 @@ class Layer(recurrent.Recurrent):
         row = Int64(n)
         keeps = live
         if const_expr(self.intermediate == "indexed"):
-            at = slot_index[n]
-            keeps = at >= 0 and at < rows and at != null_index
-            row = Int64(at)
+            place = slot_index[n]
+            keeps = place >= 0 and place < rows and place != null_index
+            row = Int64(place)
         kept = Kept(slots, columns, steps, row, keeps, row_slots)
 
         if live:
             source = state[Int64(slot), hv, None, None]
             raw = self.fragment(self.state_dtype)
             if const_expr(self.early):
-                self.copy_rows(source, raw, group * self.RV, lane, False)
-                if const_expr(self.per_k and not self.loop and not self.fence):
-                    cute.arch.sync_warp()
-            body = self.many_tokens if const_expr(self.loop) else self.one_token
-            if const_expr(self.pdl == "state"):
-                self.await_producer("state")
-                late = self.read(x, block, thread)
-                late_gate = self.read_gate(output_gate, block, tid)
+                self.copy_rows(source, raw, block.v0 + group * self.RV, lane, False)
+            window = self.read_window(conv, slot, at, taps) if const_expr(self.convolves) else None
+            if const_expr(self.early and self.per_k and not self.loop):
                 cute.arch.sync_warp()
-                body(x, options, within, thread, gate, late, kept, source, raw, write_slot, writes)
+            self.await_producer("state")
+            late = self.bring(x, output_gate, conv, taps, block, thread) if const_expr(self.pdl == "state") else early
+            if const_expr(self.pdl == "state"):
+                cute.arch.sync_warp()
+            if const_expr(self.convolves):
+                self.convolve(taps, window, late.row, sX, block, tid)
+                if const_expr(self.update):
+                    if writes:
+                        self.store_row(conv, write_slot, at, taps, late.row, block, shares == 0 and vt == 0, tid)
                 cute.arch.sync_threads()
-                self.write_outputs(sO, late_gate, rw, output, norm_eps, block, tid)
-            else:
-                body(x, options, within, thread, gate, read, kept, source, raw, write_slot, writes)
+            read = self.read_convolved(sX, late.read, block, thread) if const_expr(self.convolves) else late.read
+            body = self.many_tokens if const_expr(self.loop) else self.one_token
+            body(x, options, within, thread, gate, read, kept, source, raw, write_slot, writes)
+            if const_expr(self.normed):
                 cute.arch.sync_threads()
-                self.write_outputs(sO, rz, rw, output, norm_eps, block, tid)
+                self.write_outputs(sO, late.gate, rw, output, norm_eps, block, tid)
         else:
             self.await_producer("state")
-            self.zero_rows(output, ni, t0, length, hv, Int32(0), tid)
+            self.zero_rows(output, ni, t0, length, hv, block.v0, tid)
 
 
 def fakes(facts: dict, output) -> list:
-    """Stand-ins for the gate and the weight; output: that of a decode kernel's, which says the sizes."""
-    x16 = 16 // (output.element_type.width // 8)
-    strides = (cute.sym_int64(divisibility=x16), cute.sym_int64(divisibility=x16), facts["V"], 1)
-    gate = make_fake_tensor(output.element_type, output.shape, strides, assumed_align=16)
-    weight = make_fake_tensor(decode.DTYPES[facts["norm_weight_dtype"]], (facts["V"],), (1,), assumed_align=16)
-    return [gate, weight]
+    """Stand-ins for what a layer adds to the tensors of a decode kernel, whose output says the sizes: the gate, the weight, what a convolution has."""
+    x, V = output.element_type, facts["V"]
+    x16 = 16 // (x.width // 8)
+    B, T = output.shape[:2]
+
+    def wide():
+        return cute.sym_int64(divisibility=x16)
+
+    def tensor(dtype, shape, strides):
+        return make_fake_tensor(dtype, shape, strides, assumed_align=16)
+
+    gate = weight = None
+    if facts["norm"] != "none":
+        gate = tensor(x, output.shape, (wide(), wide(), V, 1))
+        weight = tensor(decode.DTYPES[facts["norm_weight_dtype"]], (V,), (1,))
+    if facts["conv"] == "none":
+        return [gate, weight, [None] * 5]
+    D, W = cute.sym_int(symbol="D"), facts["conv_width"]
+    slots = cute.sym_int()
+    conv = [
+        tensor(x, (B, T, D), (wide(), wide(), 1)),
+        tensor(x, (slots, cute.sym_int(), D), (wide(), wide(), 1)),
+        tensor(x, (D, W), (W, 1)),
+        tensor(x, (D,), (1,)) if facts["conv_bias"] else None,
+        make_fake_tensor(Int32, (B,), (cute.sym_int(),), assumed_align=4),
+    ]
+    return [gate, weight, conv]
 
 
 def compile(facts: dict, knobs: dict, options: str, prefix: str):
@@ -192,10 +401,10 @@ def compile(facts: dict, knobs: dict, options: str, prefix: str):
     layer = Layer(facts, knobs)
     layer.kernel.set_name_prefix(prefix, remove_cutlass_symbol=True, keep_mangled_name=False)
     tensors = decode.fakes(facts)
-    behind = fakes(facts, tensors[-1])
+    gate, weight, conv = fakes(facts, tensors[-1])
     scalars = [F32(1.0)] * 5 + [Int32(-1), Int32(1)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
-        layer.gated_delta_rule_layer_decode, *tensors, *scalars, *behind, F32(1.0), stream,
+        layer.gated_delta_rule_layer_decode, *tensors, *scalars, gate, weight, F32(1.0), *conv, stream,
         options=f"--enable-tvm-ffi {options}",
     )  # fmt: skip

@@ -18,19 +18,35 @@ from gdntune.problem import ITEMSIZE, Contract
 
 
 def facts(c: Contract) -> Facts:
-    """What an object is compiled for: the delta rule's facts, and the norm's."""
-    return {**delta_facts(c), "norm": c.norm, "norm_weight_dtype": c.norm_weight_dtype}
+    """What an object is compiled for: the delta rule's facts, and those of what is around it."""
+    return {
+        **delta_facts(c),
+        "norm": c.norm,
+        "norm_weight_dtype": c.norm_weight_dtype if c.norm != "none" else None,
+        "conv": c.conv,
+        "conv_width": c.conv_width,
+        "conv_bias": c.conv_bias,
+    }
 
 
 def block(c: Contract, s: Knobs) -> Block:
-    """As `recurrent`'s, with the outputs of all tokens in fp32."""
+    """As `recurrent`'s, with the outputs of all tokens in fp32 and the convolved inputs."""
     threads, shared = recurrent_config.block(c, s)
-    return Block(threads, shared + 4 * compiled_tokens(c) * c.V)
+    if c.norm != "none":
+        shared += 4 * compiled_tokens(c) * c.V
+    if c.conv != "none":
+        shared += ITEMSIZE[c.input_dtype] * (2 * c.K + c.V)
+    return Block(threads, shared)
 
 
 def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
-    if s.tile_v != c.V:
+    if c.conv_window == "shifted":
+        return (
+            "conv_window='shifted': blocks that share a q/k head would read a window while another"
+            " shifts it; expected a ring"
+        )
+    if c.norm != "none" and s.tile_v != c.V:
         return f"tile_v={s.tile_v} of V={c.V}: a norm needs all of a head's V, expected {c.V}"
     return recurrent_config.refuse(c, s)
 
@@ -38,8 +54,10 @@ def refuse(c: Contract, s: Knobs) -> str | None:
 def _candidates(c: Contract) -> list[Knobs]:
     wide = 16 // ITEMSIZE[c.state_dtype]
     k_last = c.layout == "k_last"
+    # without a norm a block may have a part of V
+    tiles = (c.V,) if c.norm != "none" else (128, 64, 32, 16)
     return [
-        Knobs(c.V, ilp, vec, lanes, threads, split, 0, early, False, spread)
+        Knobs(tile_v, ilp, vec, lanes, threads, split, 0, early, False, spread)
         for early in (True, False)
         for threads in (128, 256, 64, 512)
         for vec in ((wide,) if k_last and c.K % 64 == 0 else (wide, wide // 2))
@@ -47,6 +65,7 @@ def _candidates(c: Contract) -> list[Knobs]:
         for ilp in ((8, 4, 2, 1) if k_last else (1,))
         for split in ((1,) if k_last else (1, 2, 4))
         for spread in (True, False)
+        for tile_v in tiles
     ]
 
 
@@ -75,13 +94,14 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
     legal = list(space(c, device)) or [s for s in _candidates(c) if not refuse(c, s)]
     if not legal:
         raise UnsupportedProblem(
-            f"no setting of layer serves {c.key()}: {refuse(c, Knobs(c.V, 1, 8, 16, 128))}"
+            f"no setting of layer serves {c.key()}: {refuse(c, Knobs(c.V, 1, 4, 8, 64))}"
         )
     elements = 64 if ITEMSIZE[c.state_dtype] == 2 else 32
 
     def distance(s: Knobs) -> tuple[Any, ...]:
         return (
             s.row or s.pdl != "none",
+            -s.tile_v,
             not s.spread,
             s.threads != 128,
             not s.early,

@@ -25,8 +25,15 @@ the contract does not have is None.
 A kernel of layers (`Kernel.layer`) serves the contracts that do more of a layer than gates and
 delta rule, and takes behind these
 
-    output_gate   [B, T, HV, V] of the inputs' dtype;  norm_weight [V]
-    norm_eps      float32
+    output_gate   [B, T, HV, V] of the inputs' dtype;  norm_weight [V];  norm_eps float32
+    mixed_qkv     [B, T, D] with a convolution, D = 2 H K + HV V: q, k and v side by side, whose
+        views are the q, k and v above, before the convolution; last dimension contiguous
+    conv_state    [slots, rows, D], last dimension contiguous; the window of a request is in the
+        slot of its state to start from, and its new row goes to that of its final one, if there is
+        one. `ring`: rows >= width; `shifted`: rows = width - 1
+    conv_weight   [D, width], the newest token's tap last;  conv_bias [D]; both contiguous
+    conv_position [B] int32, `ring`: the row from 0 that the token goes to; those before it,
+        cyclically, have the tokens before
 
 A floor kernel takes (state [slots, n], slots [B] int32: those that it moves, one after another,
 intermediate [B, steps, n] or None, factor float32, sink [1] float32). Nothing is allocated or kept
@@ -48,7 +55,9 @@ DECODE_ARGUMENTS = (
     " intermediate output scale softplus_beta softplus_threshold lower_bound beta_scale null_index"
     " use_qk_l2norm"
 ).split()
-LAYER_ARGUMENTS = ("output_gate", "norm_weight", "norm_eps")
+LAYER_ARGUMENTS = (
+    "output_gate norm_weight norm_eps mixed_qkv conv_state conv_weight conv_bias conv_position"
+).split()
 FLOOR_ARGUMENTS = ("state", "slots", "intermediate", "factor", "sink")
 
 Role = Literal["decode", "floor"]
@@ -134,8 +143,11 @@ class Kernel:
         calling convention is the contract's.
         """
         if self.role == "decode" and contract.layer != self.layer:
-            expected = "'silu' or 'sigmoid'" if self.layer else "'none'"
-            return f"norm={contract.norm!r}: {self.name} serves contracts with norm={expected}"
+            expected = "one of them other than" if self.layer else "both"
+            return (
+                f"norm={contract.norm!r}, conv={contract.conv!r}: {self.name} serves contracts with"
+                f" {expected} 'none'"
+            )
         return self.refuse(contract, setting)
 
     def variant(self, knobs: Any) -> Variant:

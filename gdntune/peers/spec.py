@@ -168,7 +168,8 @@ class Peer:
     def serving(self, problem: Problem) -> tuple[list[Entry], str]:
         """The entries that serve a problem; where there are none, why."""
         if problem.contract.layer:
-            return [], f"norm={problem.contract.norm}: no entry does more than gates and delta rule"
+            c = problem.contract
+            return [], f"norm={c.norm}, conv={c.conv}: no entry does more than gates and delta rule"
         faults = {entry.name: entry.refuse(problem) for entry in self.entries}
         found = [entry for entry in self.entries if faults[entry.name] is None]
         reasons: dict[str, list[str]] = {}

@@ -51,6 +51,10 @@ def contract_rest(c: Contract) -> str:
         "accepted": "accepted",
         "norm": f"{c.norm} norm",
         "norm_weight_dtype": f"norm weight {c.norm_weight_dtype}",
+        "conv": f"convolution ({c.conv})",
+        "conv_width": f"of width {c.conv_width}",
+        "conv_bias": "with a bias",
+        "conv_window": "windows shifted",
     }
     return ", ".join(
         words for name, words in said.items() if getattr(c, name) != getattr(usual, name)

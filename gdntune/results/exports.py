@@ -218,6 +218,7 @@ _ALWAYS: dict[str, Any] = {
     "accepted": False,
     "ragged": False,
     "norm": "none",
+    "conv": "none",
 }
 _STATUS = {
     "failed": "RUNTIME_ERROR",

@@ -34,7 +34,7 @@ TENSORS = (
     "A_log a dt_bias b g beta initial_state_indices output_state_indices intermediate_states_buffer"
     " intermediate_state_indices ssm_state_indices num_accepted_tokens cu_seqlens output"
 ).split()
-LAYER_TENSORS = ("output_gate", "norm_weight")
+LAYER_TENSORS = ("output_gate norm_weight conv_state conv_weight conv_bias conv_position").split()
 STATIC = ("state_layout", "batch_invariant", "disable_state_update", "max_tokens")
 NUMBERS = (
     "scale softplus_beta softplus_threshold null_index use_qk_l2norm allow_neg_eigval lower_bound"
@@ -234,6 +234,15 @@ def expected_shapes(
     if c.norm != "none":
         yield "output_gate", (N, T, HV, c.V)
         yield "norm_weight", (c.V,)
+    if c.conv != "none":
+        D = 2 * H * c.K + HV * c.V
+        yield "mixed_qkv", (N, T, D)
+        yield "conv_state", (arguments["state"].shape[0], "rows", D)
+        yield "conv_weight", (D, c.conv_width)
+        if c.conv_bias:
+            yield "conv_bias", (D,)
+        if c.conv_window == "ring":
+            yield "conv_position", (B,)
 
 
 def faults(contract: Contract, values: tuple[Any, ...]) -> Iterator[str]:
@@ -271,17 +280,37 @@ def faults(contract: Contract, values: tuple[Any, ...]) -> Iterator[str]:
             yield f"{given}: expected one row a value head or one a q/k head, {sorted(heads)}"
         elif fault := _stride_fault(name, x, contract):
             yield f"{given}: {fault}"
-    for name in ("k", "v", "output", "output_gate"):
+    for name in ("k", "v", "output", "output_gate", "conv_state", "conv_weight", "conv_bias"):
         if arguments.get(name) is not None and arguments[name].dtype != arguments["q"].dtype:
             yield (
                 f"{name} has dtype {arguments[name].dtype}: expected q's, {arguments['q'].dtype}"
             )
+    yield from _window_faults(contract, arguments)
     x = arguments["intermediate"]
     if x is not None and x.dtype != arguments["state"].dtype:
         yield (
             f"intermediate_states_buffer has dtype {x.dtype}: expected initial_state's,"
             f" {arguments['state'].dtype}"
         )
+
+
+def _window_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a convolution's windows beside shapes and dtypes."""
+    if c.conv == "none":
+        return
+    rows, at = arguments["conv_state"].shape[1], arguments["conv_position"]
+    least = c.conv_width - (c.conv_window == "shifted")
+    if rows < least or (c.conv_window == "shifted" and rows > least):
+        yield (
+            f"conv_state has {rows} rows a slot: expected {least}"
+            + (
+                f" or more, the ring of a convolution of width {least}"
+                if at is not None
+                else f", those before the token of a convolution of width {c.conv_width}"
+            )
+        )
+    if at is not None and at.dtype is not torch.int32:
+        yield f"conv_position has dtype {at.dtype}: expected torch.int32"
 
 
 def _shape(shape: tuple[str | int, ...]) -> str:
@@ -293,7 +322,9 @@ def _stride_fault(name: str, x: Any, contract: Contract) -> str | None:
     itemsize = x.element_size()
     # How many inner dimensions a kernel takes as contiguous; the outer ones have strides of their
     # own.
-    inner = {"state": 3, "intermediate": 3, "norm_weight": 1}.get(name, 0)
+    inner = {"state": 3, "intermediate": 3, "conv_weight": 2}.get(name, 0)
+    if name in ("norm_weight", "mixed_qkv", "conv_state", "conv_bias"):
+        inner = 1
     if name in ("q", "k", "v", "output", "output_gate"):
         inner = 2
     if name == "a" and contract.op == "kda_decode":

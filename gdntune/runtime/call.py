@@ -137,7 +137,7 @@ def first(
     except (TypeError, ValueError, RuntimeError) as e:
         raise arguments.refusal(bound.contract, values, e) from e
     # A guard does not see whether gradients are on.
-    judged = (t.q, t.k, t.v, t.state, t.a, t.b, layer.output_gate)
+    judged = (t.q, t.k, t.v, t.state, t.a, t.b, layer.output_gate, layer.conv_state)
     if checking or any(x is not None and x.requires_grad for x in judged):
         return t.output, None
     return t.output, Found(function, numbers, adapt, bound.contract)
@@ -156,8 +156,8 @@ def _check_gradients(t: Tensors, s: Settings, layer: Layer) -> None:
     """Refuses tensors that a gradient is asked of."""
     fields = ("q", "k", "v", "state", "a", "b")
     names = [name_of(f, s) for f in fields if getattr(t, f).requires_grad]
-    if layer.output_gate is not None and layer.output_gate.requires_grad:
-        names.append("output_gate")
+    layers = {n: getattr(layer, n) for n in ("output_gate", "conv_state")}
+    names += [n for n, x in layers.items() if x is not None and x.requires_grad]
     if names and torch.is_grad_enabled():
         raise UnsupportedProblem(
             f"{listed(names)}: requires_grad is set and gradients are on, and decode has none;"

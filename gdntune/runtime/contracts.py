@@ -58,38 +58,63 @@ class Settings(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What a call does of a layer beside gates and delta rule: of the norm its gate's kind, `none`
-    where there is none, and its arguments.
+    """What a call does of a layer beside gates and delta rule, and its arguments. norm: the kind of
+    its gate; conv: its activation; each `none` where there is none.
     """
 
     norm: Any = "none"
     output_gate: Any = None
     norm_weight: Any = None
     norm_eps: Any = 1e-6
+    conv: Any = "none"
+    mixed_qkv: Any = None
+    conv_state: Any = None
+    conv_weight: Any = None
+    conv_bias: Any = None
+    conv_position: Any = None
 
     @property
     def tensors(self) -> dict[str, Any]:
         """Its tensors by name."""
-        return {"output_gate": self.output_gate, "norm_weight": self.norm_weight}
+        kinds = ("norm", "norm_eps", "conv")
+        return {name: getattr(self, name) for name in self._fields if name not in kinds}
 
     @property
     def values(self) -> tuple[Any, ...]:
         """What a compiled function takes behind a call's numbers."""
-        if self.norm == "none":
+        if self.norm == "none" and self.conv == "none":
             return ()
-        # a parameter of a model, which DLPack refuses
-        return self.output_gate, self.norm_weight.detach(), float(self.norm_eps)
+        # parameters of a model, which DLPack refuses
+        weight, taps, bias = (
+            None if x is None else x.detach()
+            for x in (self.norm_weight, self.conv_weight, self.conv_bias)
+        )
+        rest = (self.mixed_qkv, self.conv_state, taps, bias, self.conv_position)
+        return (self.output_gate, weight, float(self.norm_eps), *rest)
 
     def contract(self, inner: Contract) -> Contract:
         """The contract of a call whose gates and delta rule are those of another."""
-        if self.norm == "none":
-            return inner
-        weight = self.norm_weight.dtype
-        if weight not in DTYPES:
-            raise UnsupportedProblem(
-                f"norm_weight has dtype {weight}: expected one of {listed(DTYPES)}"
-            )
-        return check_contract(inner.replace(norm=self.norm, norm_weight_dtype=DTYPES[weight]))
+        fields: dict[str, Any] = {}
+        if self.norm != "none":
+            fields |= {"norm": self.norm, "norm_weight_dtype": self._dtype("norm_weight")}
+        if self.conv != "none":
+            if self.conv_weight.dim() != 2:
+                raise UnsupportedProblem(
+                    f"conv_weight has shape {tuple(self.conv_weight.shape)}: expected [D, width]"
+                )
+            fields |= {
+                "conv": self.conv,
+                "conv_width": self.conv_weight.shape[1],
+                "conv_bias": self.conv_bias is not None,
+                "conv_window": "shifted" if self.conv_position is None else "ring",
+            }
+        return check_contract(inner.replace(**fields)) if fields else inner
+
+    def _dtype(self, name: str) -> Any:
+        dtype = getattr(self, name).dtype
+        if dtype not in DTYPES:
+            raise UnsupportedProblem(f"{name} has dtype {dtype}: expected one of {listed(DTYPES)}")
+        return DTYPES[dtype]
 
 
 NO_LAYER = Layer()

@@ -35,12 +35,16 @@ class Given(NamedTuple):
     output: Any
     output_gate: Any
     norm_weight: Any
+    conv_state: Any
+    conv_weight: Any
+    conv_bias: Any
+    conv_position: Any
 
 
 def run(given: tuple[Any, ...], settings: tuple[Any, ...], layer: tuple[Any, ...]) -> Tensor:
     """Runs a call given as plain tuples in the order of `Given` and `Settings`; returns its output.
 
-    layer: the norm's kind and epsilon.
+    layer: the norm's kind and epsilon, and the convolution's kind.
     """
     wanted, _, fits, adapt, function, _, contract = _CALLS.recent
     asked = (settings, layer)
@@ -62,8 +66,14 @@ def run(given: tuple[Any, ...], settings: tuple[Any, ...], layer: tuple[Any, ...
 def _first(key: Any, g: Given, settings: tuple[Any, ...], layer: tuple[Any, ...]) -> Tensor:
     """A call that no record fits: looked at whole, run, and kept."""
     s = Settings._make(settings)
-    t, gate = views(g, s)
-    asked = Layer(layer[0], gate, g.norm_weight, layer[1])
+    t, gate, mixed = views(g, s)
+    norm, epsilon, conv = layer
+    asked = Layer(norm, gate, g.norm_weight, epsilon, conv)
+    if conv != "none":
+        asked = asked._replace(
+            mixed_qkv=mixed, conv_state=g.conv_state, conv_weight=g.conv_weight,
+            conv_bias=g.conv_bias, conv_position=g.conv_position,
+        )  # fmt: skip
     output, found = call.first(t, s, False, asked)
     if found is not None and not (g.mixed_qkv.requires_grad or g.b.requires_grad):
         unpack = Unpack(g, t, asked, found, output)
@@ -88,32 +98,39 @@ class Unpack:
         self._adapt, self._numbers = found.adapt, found.numbers
         self._shape = tuple(output.shape)
         self._epsilon = float(layer.norm_eps)
-        self._detach = g.norm_weight.requires_grad
         self._outer = g.mixed_qkv.dim() == 2, g.cu_seqlens is not None
         start = g.mixed_qkv.storage_offset()
         self._views = [(x.shape, x.stride(), x.storage_offset() - start) for x in (t.q, t.k, t.v)]
-        self._same = [(x.shape, x.stride(), 0) for x in (t.a, t.b, layer.output_gate)]
+        self._same = [
+            None if x is None else (x.shape, x.stride(), 0)
+            for x in (t.a, t.b, layer.output_gate, layer.mixed_qkv)
+        ]
 
     def __call__(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """All arguments, the last call's tensors among them."""
         (
             mixed, a, b, state, A_log, dt_bias, read, write, slot, accepted, bounds, output, gate,
-            weight,
+            weight, window, taps, bias, position,
         ) = given  # fmt: skip
         if output is None:
             output = mixed.new_empty(self._shape)
         else:
             output = output.view(self._shape)
         q, k, v = (view(mixed, *as_view) for as_view in self._views)
-        a, b, gate = (view(x, *same) for x, same in zip((a, b, gate), self._same, strict=True))
+        a, b, gate, rows = (
+            None if same is None else view(x, *same)
+            for x, same in zip((a, b, gate, mixed), self._same, strict=True)
+        )
         tensors: tuple[Any, ...] = (
             state, q, k, v, a, b, A_log, dt_bias, read, write, slot, accepted, bounds, None, output,
         )  # fmt: skip
         if self._adapt is not None:
             tensors = self._adapt(tensors)
-        if self._detach:
-            weight = weight.detach()
-        return (*tensors, *self._numbers, gate, weight, self._epsilon)
+        weight, taps, bias = (
+            x.detach() if x is not None and x.requires_grad else x for x in (weight, taps, bias)
+        )
+        behind = (gate, weight, self._epsilon, rows, window, taps, bias, position)
+        return (*tensors, *self._numbers, *behind)
 
     def returned(self, values: tuple[Any, ...]) -> Tensor:
         """The output among all arguments, as the call's rows were given."""
@@ -129,8 +146,8 @@ def _rows(x: Any, flat: bool, ragged: bool) -> Any:
     return x.unsqueeze(0 if ragged else 1)
 
 
-def views(g: Given, s: Settings) -> tuple[Tensors, Any]:
-    """A call's tensors as any call's, and its output gate as [B, T, HV, V]."""
+def views(g: Given, s: Settings) -> tuple[Tensors, Any, Tensor]:
+    """A call's tensors as any call's, its output gate as [B, T, HV, V], mixed_qkv as [B, T, D]."""
     flat, ragged = g.mixed_qkv.dim() == 2, g.cu_seqlens is not None
     mixed, a, b, gate, output = (
         _rows(x, flat, ragged) for x in (g.mixed_qkv, g.a, g.b, g.output_gate, g.output)
@@ -156,4 +173,4 @@ def views(g: Given, s: Settings) -> tuple[Tensors, Any]:
         g.A_log, g.dt_bias, g.read_index, g.write_index, g.slot_index, g.accepted, g.cu_seqlens,
         None, output,
     )  # fmt: skip
-    return t, gate
+    return t, gate, mixed

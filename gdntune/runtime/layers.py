@@ -1,5 +1,5 @@
-"""The public functions of a layer's step: gated delta rule and the gated norm behind it in one
-launch.
+"""The public functions of a layer's step: convolution, gated delta rule and gated norm in one
+launch, either end where it is given.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ from gdntune.runtime.arguments import explain
 _compiling = torch.compiler.is_dynamo_compiling
 _INSIDE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 NORM_GATES = ("silu", "sigmoid")
+ACTIVATIONS = ("silu", "identity")
 
 
 def gated_delta_rule_layer_decode(
@@ -24,10 +25,15 @@ def gated_delta_rule_layer_decode(
     A_log: Tensor,
     dt_bias: Tensor,
     initial_state: Tensor,
-    output_gate: Tensor,
-    norm_weight: Tensor,
+    output_gate: Tensor | None = None,
+    norm_weight: Tensor | None = None,
     norm_gate: str = "silu",
     norm_eps: float = 1e-6,
+    conv_state: Tensor | None = None,
+    conv_weight: Tensor | None = None,
+    conv_bias: Tensor | None = None,
+    conv_position: Tensor | None = None,
+    conv_activation: str = "silu",
     initial_state_indices: Tensor | None = None,
     output_state_indices: Tensor | None = None,
     ssm_state_indices: Tensor | None = None,
@@ -44,22 +50,34 @@ def gated_delta_rule_layer_decode(
     batch_invariant: bool = False,
     output: Tensor | None = None,
 ) -> Tensor:
-    """A Gated DeltaNet layer's decode behind its convolution, in one launch: gates, delta rule and
-    the gated RMSNorm. Returns the output [B, T, HV, V], or in the form of mixed_qkv's rows.
+    """A Gated DeltaNet layer's decode in one launch: convolution, gates, delta rule and gated
+    RMSNorm, the first and the last where their arguments are given. Returns the output
+    [B, T, HV, V], or in the form of mixed_qkv's rows.
 
-    mixed_qkv: [B, T, 2 H K + HV V], q, k and v side by side, rows at any stride, as the convolution
-        left them; [B, 2 H K + HV V] is one token, and with cu_seqlens [total, 2 H K + HV V].
+    mixed_qkv: [B, T, D], D = 2 H K + HV V: q, k and v side by side, rows at any stride, as in_proj
+        or the convolution left them; [B, D] is one token, and with cu_seqlens [total, D].
     a, b: [B, T, HV]; A_log, dt_bias: [HV]: raw gates. a, b, output_gate and output have the leading
         dimensions that mixed_qkv has.
     output_gate: [B, T, HV, V] of mixed_qkv's dtype, z; norm_weight: [V]. The output is
         o rsqrt(mean(o^2) + norm_eps) norm_weight silu(z), or sigmoid(z) with norm_gate="sigmoid".
         It is computed in fp32 from the delta rule's fp32 outputs and rounded once, where the
         unfused path rounds o to mixed_qkv's dtype before the norm.
-    norm_gate: `silu` or `sigmoid`: static, as are the weight's dtype and what is static elsewhere.
+    conv_weight: [D, width], width 2 to 4, the newest token's tap last; conv_bias: [D]. Each channel
+        is convolved over its last tokens in fp32, then conv_activation (`silu` or `identity`), then
+        rounded to mixed_qkv's dtype, which weight, bias and windows have too, as the unfused path
+        does. One token of a pool: initial_state_indices are given, output_state_indices are not.
+    conv_state: [slots, rows, D], updated in place; the caller owns it. A request's window is in the
+        slot of its state.
+    conv_position: [B] int32: windows are rings of width rows or more; the token goes to this row,
+        and the rows before it, cyclically, hold the tokens before: a caller's count of tokens
+        modulo rows. Without it a window is width - 1 rows, the oldest first, shifted in place as
+        engines do: on the CPU alone.
+    norm_gate, conv_activation, the weights' dtypes, width, and whether bias and position are given
+        are static, beside what is static elsewhere.
 
     The other arguments, what is static, ownership and errors are as in `gated_delta_rule_decode`.
-    Not served, and refused by name: torch.compile and other transforms, more than 65,535 requests,
-    a convolution.
+    Not served, and refused by name: a convolution of several tokens, shifted windows on CUDA,
+    torch.compile and other transforms, more than 65,535 requests.
     """
     return _call(locals(), "gdn_decode", "raw", b, None, a, 0.0, "mixed_qkv a b A_log dt_bias")
 
@@ -69,8 +87,8 @@ def kda_layer_decode(
     g: Tensor,
     *,
     initial_state: Tensor,
-    output_gate: Tensor,
-    norm_weight: Tensor,
+    output_gate: Tensor | None = None,
+    norm_weight: Tensor | None = None,
     beta: Tensor | None = None,
     b: Tensor | None = None,
     A_log: Tensor | None = None,
@@ -78,6 +96,11 @@ def kda_layer_decode(
     lower_bound: float | None = None,
     norm_gate: str = "sigmoid",
     norm_eps: float = 1e-6,
+    conv_state: Tensor | None = None,
+    conv_weight: Tensor | None = None,
+    conv_bias: Tensor | None = None,
+    conv_position: Tensor | None = None,
+    conv_activation: str = "silu",
     initial_state_indices: Tensor | None = None,
     output_state_indices: Tensor | None = None,
     ssm_state_indices: Tensor | None = None,
@@ -94,8 +117,8 @@ def kda_layer_decode(
     batch_invariant: bool = False,
     output: Tensor | None = None,
 ) -> Tensor:
-    """A Kimi Delta Attention layer's decode behind its convolutions, in one launch: as
-    `gated_delta_rule_layer_decode`, with the gates of `kda_decode`.
+    """A Kimi Delta Attention layer's decode in one launch: as `gated_delta_rule_layer_decode`, with
+    the gates of `kda_decode`.
 
     g: [B, T, HV, K]; beta: [B, T, HV], or its logit b; A_log, dt_bias, lower_bound: as in
         `kda_decode`, but dt_bias is [HV, K] or [H, K].
@@ -125,14 +148,15 @@ def _call(
         )
     if (b is None) == (beta is None):
         raise UnsupportedProblem("beta: expected b (a logit) or beta (a value), one of the two")
-    _check_norm(called["norm_gate"], called["norm_eps"])
+    layer = _layer_of(called)
     slots = called["ssm_state_indices"]
     read, write = called["initial_state_indices"], called["output_state_indices"]
     given = (
         called["mixed_qkv"], a, beta if b is None else b, called["initial_state"],
         called["A_log"], called["dt_bias"], read, read if write is None else write, slots,
         called["num_accepted_tokens"], called["cu_seqlens"], called["output"],
-        called["output_gate"], called["norm_weight"],
+        called["output_gate"], called["norm_weight"], called["conv_state"],
+        called["conv_weight"], called["conv_bias"], called["conv_position"],
     )  # fmt: skip
     settings = (
         op, gate, b is not None, False, called["state_layout"], False, called["batch_invariant"],
@@ -141,19 +165,50 @@ def _call(
         called["null_index"], called["use_qk_l2norm"],
     )  # fmt: skip
     try:
-        if called["output_gate"] is None or called["norm_weight"] is None:
-            # `explain` says which
-            raise TypeError
-        return layer_call.run(given, settings, (called["norm_gate"], called["norm_eps"]))
+        return layer_call.run(given, settings, layer)
     except _INSIDE as e:
-        explain(e, called, needed=f"{needed} initial_state output_gate norm_weight")
+        explain(e, called, needed=f"{needed} initial_state")
         raise
 
 
-def _check_norm(gate: Any, epsilon: Any) -> None:
-    if not isinstance(gate, str) or gate not in NORM_GATES:
+def _layer_of(called: dict[str, Any]) -> tuple[str, Any, str]:
+    """The norm's kind and epsilon and the convolution's kind, of what was given."""
+    norm = _together(called, "output_gate", "norm_weight")
+    conv = _together(called, "conv_state", "conv_weight")
+    if not norm and not conv:
         raise UnsupportedProblem(
-            f"{shown('norm_gate', gate)}: expected one of {listed(NORM_GATES)}"
+            "neither output_gate and norm_weight nor conv_state and conv_weight are given: expected"
+            " one of the two pairs; without either call gdntune.gated_delta_rule_decode or"
+            " kda_decode"
         )
+    for name, kinds in (("norm_gate", NORM_GATES), ("conv_activation", ACTIVATIONS)):
+        if not isinstance(called[name], str) or called[name] not in kinds:
+            raise UnsupportedProblem(
+                f"{shown(name, called[name])}: expected one of {listed(kinds)}"
+            )
+    epsilon = called["norm_eps"]
     if isinstance(epsilon, Tensor) or not 0 <= float(epsilon) < 1e30:
         raise UnsupportedProblem(f"{shown('norm_eps', epsilon)}: expected a finite number from 0")
+    if conv and called["output_state_indices"] is not None:
+        raise UnsupportedProblem(
+            "output_state_indices with a convolution: its window stays in the slot that is read;"
+            " expected initial_state_indices alone"
+        )
+    for name in ("conv_bias", "conv_position"):
+        if not conv and called[name] is not None:
+            raise UnsupportedProblem(
+                f"{name} without conv_state and conv_weight: expected them with it"
+            )
+    return (
+        called["norm_gate"] if norm else "none",
+        epsilon,
+        called["conv_activation"] if conv else "none",
+    )
+
+
+def _together(called: dict[str, Any], *names: str) -> bool:
+    """Whether all of a pair are given; UnsupportedProblem for one of them."""
+    given = [called[name] is not None for name in names]
+    if any(given) and not all(given):
+        raise UnsupportedProblem(f"{' and '.join(names)}: expected both or neither")
+    return all(given)

@@ -17,8 +17,8 @@ def check_layer(contract: Contract, B: int) -> None:
     """UnsupportedProblem for a layer's call of more requests than a launch has."""
     if contract.layer:
         raise UnsupportedProblem(
-            f"{B} requests with norm={contract.norm!r}: expected at most {MAX_REQUESTS} a call;"
-            " give them in several"
+            f"{B} requests with norm={contract.norm!r}, conv={contract.conv!r}: expected at most"
+            f" {MAX_REQUESTS} a call; give them in several"
         )
 
 

@@ -69,7 +69,7 @@ def make_plan(bound: Bound, batches: int, HV: int, given: dict[str, Any]) -> Pla
     c = bound.contract
     if c.layer:
         raise UnsupportedProblem(
-            f"plan() of {c.key()}: expected a contract with norm='none'; call"
+            f"plan() of {c.key()}: expected a contract with norm='none' and conv='none'; call"
             " gdntune.gated_delta_rule_layer_decode or kda_layer_decode"
         )
     settings = _settings(c, given)

@@ -5,7 +5,6 @@ On CUDA a time is that of the layers in a CUDA graph less that of the same layer
 a layer: what the call leaves to those after it, modified lines in L2 above all, is in it.
 """
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +41,8 @@ ALIGNMENT = 256
 Copy = Callable[[Tensor, Tensor], Any]
 
 PRODUCED = ("q", "k", "v", "a", "b", "output")
+# Of a layer's step besides.
+LAYER = ("output_gate", "mixed_qkv")
 # For calls that take q, k and v in one tensor: written too, where one of them is timed.
 PACKED = "mixed"
 
@@ -110,9 +111,12 @@ class Chain:
         first = made[0]
         # A floor writes no output; what it leaves there must pass as finite.
         first.output.zero_()
-        flowing = {name: getattr(first, name) for name in PRODUCED}
-        if first.output_gate is not None:
-            flowing["output_gate"] = first.output_gate
+        # of a convolution q, k and v are one tensor
+        produced = PRODUCED if first.mixed_qkv is None else PRODUCED[3:]
+        flowing = {name: getattr(first, name) for name in produced}
+        for name in LAYER:
+            if (x := getattr(first, name)) is not None:
+                flowing[name] = x
         if packed:
             rows = [x.reshape(-1, x.shape[2] * x.shape[3]) for x in (first.q, first.k, first.v)]
             flowing[PACKED] = torch.cat(rows, dim=1)
@@ -135,7 +139,7 @@ class Chain:
         self.cases: list[Case] = []
         for case, row in zip(made, buffers[1:], strict=True):
             row.copy_(buffers[0])
-            self.cases.append(dataclasses.replace(case, **views(row)))
+            self.cases.append(case.with_inputs(**views(row)))
             if case is not first:
                 # Equal states, so that one copy kept aside restores them all.
                 case.state.copy_(first.state)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from gdntune.checking.cases import make_case
-from gdntune.checking.check import check_variant
+from gdntune.checking.check import Truth, check_variant
+from gdntune.checking.places import Given, places
+from gdntune.checking.reference import convolution
 from gdntune.device import arch
 from gdntune.kernels import cpu_layer_config, cpu_recurrent_config
 from gdntune.kernels.spec import arguments_of
@@ -49,7 +51,21 @@ def contracts() -> list[Contract]:
     return found
 
 
-CONTRACTS = {c.key(): c for c in [*contracts(), PLAIN]}
+def convolved() -> list[Contract]:
+    """Each activation, width and window, with a norm behind and without, of GDN and KDA."""
+    plain = Contract(K=64, V=32)
+    return [
+        plain.replace(conv="silu", norm="silu"),
+        plain.replace(conv="silu", conv_width=2, conv_bias=True, input_dtype="fp16"),
+        plain.replace(conv="identity", conv_width=3, norm="sigmoid", input_dtype="fp32"),
+        plain.replace(conv="silu", conv_window="shifted", norm="silu", layout="v_last"),
+        plain.replace(conv="identity", conv_width=2, conv_window="shifted", mode="frozen"),
+        Contract("kda_decode", gate="softplus", K=64, V=96, conv="silu", conv_bias=True),
+    ]
+
+
+CONV = PLAIN.replace(conv="silu")
+CONTRACTS = {c.key(): c for c in [*contracts(), *convolved(), PLAIN, CONV]}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +86,41 @@ def functions(tmp_path_factory):
 def test_right(key, functions):
     """Against fp64, with padding, gaps between the gate's rows, gates beyond exp's range."""
     check_variant(functions[key], CONTRACTS[key], seeds=(0,)).require()
+
+
+FAULTS = {
+    "eps is another": {"norm_eps": lambda case: 1e-6},
+    "the gate is another head's": {"output_gate": lambda case: case.output_gate.flip(2)},
+    "the weight is of bf16": {"norm_weight": lambda case: case.norm_weight.bfloat16().float()},
+    "the window is a row off": {"conv_position": lambda case: (case.conv_position + 1) % 4},
+    "the new row is not stored": {"conv_state": lambda case: case.conv_state.clone()},
+    "a tap is missing": {"conv_weight": lambda case: case.conv_weight * torch.tensor([1, 0, 1, 1])},
+    "a bias is there": {"conv_bias": lambda case: torch.full((case.mixed_qkv.shape[2],), 2.0**-7)},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_check_sees(fault, functions):
+    """What a wrong kernel would do: the right one, called with other arguments, is refused."""
+    truth = Truth(make_case(Problem(CONV, 4, 1, 2), norm_eps=0.1))
+    right, wrong = truth.before.clone(), truth.before.clone()
+    functions[CONV.key()](*right.arguments())
+    assert truth.judge(right).ok
+    arguments = dict(zip(arguments_of(CONV), wrong.arguments(), strict=True))
+    arguments |= {name: spoil(wrong) for name, spoil in FAULTS[fault].items()}
+    functions[CONV.key()](*arguments.values())
+    assert not truth.judge(wrong).ok
+
+
+def test_no_input_lies_on_an_edge():
+    """A convolution near the middle between two bf16 numbers rounds to either in a right kernel:
+    such inputs are drawn anew, so that what is judged is the kernel.
+    """
+    case = make_case(Problem(PLAIN.replace(conv="silu", input_dtype="bf16"), 64, 2, 4))
+    where = places(case.contract, Given(**case.tensors()))
+    y = convolution(case.contract, Given(**case.tensors()), where, torch.float64)
+    for lost in (-1, 1):
+        assert torch.equal((y * (1 + lost * 2.0**-19)).bfloat16(), y.bfloat16())
 
 
 @pytest.mark.parametrize(

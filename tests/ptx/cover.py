@@ -44,8 +44,12 @@ CONTRACT: dict[str, tuple[Any, ...]] = {
 }
 # What a kernel of layers has besides.
 LAYER: dict[str, tuple[Any, ...]] = {
-    "norm": ("silu", "sigmoid"),
+    "norm": ("silu", "sigmoid", "none"),
     "norm_weight_dtype": FLOATS,
+    "conv": ("none", "silu", "identity"),
+    "conv_width": (4, 3, 2),
+    "conv_bias": (False, True),
+    "conv_window": ("ring", "shifted"),
 }
 # make_case's options, plain values first
 CALL: dict[str, tuple[Any, ...]] = {
@@ -113,6 +117,10 @@ def _plain(draw: dict[str, Any]) -> dict[str, Any]:
         draw.update({name: CALL[name][0] for name in _POOLED})
     if draw["op_and_gate"][0] == "gdn_decode":
         draw["parameters_by_head"] = "HV"
+    if draw.get("norm") == "none":
+        draw["norm_weight_dtype"] = "fp32"
+    if draw.get("conv") == "none":
+        draw.update({name: LAYER[name][0] for name in ("conv_width", "conv_bias", "conv_window")})
     if draw["op_and_gate"][1] == "log":
         draw["A_log_dtype"] = draw["dt_bias_dtype"] = "fp32"
     return draw

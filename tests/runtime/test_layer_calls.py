@@ -4,12 +4,15 @@ import pytest
 import torch
 
 import gdntune
+from gdntune import kernels
 from gdntune.checking.cases import make_case
 from gdntune.checking.check import Truth
+from gdntune.device import arch
 from gdntune.errors import UnsupportedProblem
 from gdntune.problem import Contract, Problem
 from gdntune.runtime import dispatch
 
+CONV = ("conv_state", "conv_weight", "conv_bias", "conv_position")
 BASE = {"K": 64, "V": 32, "norm": "silu"}
 CONTRACTS = {
     "one token": Contract(**BASE),
@@ -26,6 +29,12 @@ CONTRACTS = {
     "ragged": Contract(**BASE, tokens=4, ragged=True),
     "v_last": Contract(**BASE, layout="v_last"),
     "kda": Contract("kda_decode", gate="softplus", K=64, V=32, norm="sigmoid", tokens=2),
+    "convolution": Contract(**BASE, conv="silu"),
+    "convolution alone": Contract(K=64, V=32, conv="identity", conv_width=3, conv_bias=True),
+    "shifted": Contract(**BASE, conv="silu", conv_width=2, conv_window="shifted"),
+    "kda, convolution": Contract(
+        "kda_decode", gate="softplus", K=64, V=32, norm="sigmoid", conv="silu", input_dtype="fp16"
+    ),
     "kda, log": Contract("kda_decode", gate="log", beta="given", K=64, V=32, norm="sigmoid"),
 }
 
@@ -45,7 +54,7 @@ def called(case, mixed, **changes):
         "initial_state": case.state,
         "output_gate": case.output_gate,
         "norm_weight": case.norm_weight,
-        "norm_gate": c.norm,
+        **({} if c.norm == "none" else {"norm_gate": c.norm}),
         "norm_eps": case.norm_eps,
         "A_log": case.A_log,
         "dt_bias": case.dt_bias,
@@ -54,10 +63,12 @@ def called(case, mixed, **changes):
         "cu_seqlens": case.cu_seqlens,
         "max_tokens": c.tokens if c.ragged else None,
         "initial_state_indices": case.read_index,
-        "output_state_indices": case.write_index,
+        "output_state_indices": case.write_index if c.conv == "none" else None,
         "state_layout": c.layout,
         "null_index": case.null_index,
         "output": case.output,
+        **{name: getattr(case, name) for name in CONV},
+        **({} if c.conv == "none" else {"conv_activation": c.conv}),
         **changes,
     }
     if c.op == "gdn_decode":
@@ -71,7 +82,9 @@ def test_right(name):
     """Against fp64, padding's rows and untouched slots among it, on the first call and on one that
     is remembered.
     """
-    options = {"padding": 0.4, "index_dtype": torch.int64}
+    options = {"padding": 0.4}
+    if CONTRACTS[name].conv == "none":
+        options["index_dtype"] = torch.int64
     case, mixed = made(CONTRACTS[name], **options)
     truth = Truth(case.clone())
     before = case.clone()
@@ -119,7 +132,15 @@ def test_a_parameter_is_taken():
 REFUSED = {
     "norm_gate": ({"norm_gate": "gelu"}, "norm_gate='gelu': expected one of silu, sigmoid"),
     "norm_eps": ({"norm_eps": -1.0}, "norm_eps=-1.0: expected a finite number from 0"),
-    "output_gate": ({"output_gate": None}, "output_gate is of type NoneType"),
+    "output_gate": ({"output_gate": None}, "output_gate and norm_weight: expected both or neither"),
+    "neither": (
+        {"output_gate": None, "norm_weight": None},
+        "expected one of the two pairs; without either call",
+    ),
+    "conv_bias": (
+        {"conv_bias": torch.zeros(192)},
+        "conv_bias without conv_state and conv_weight",
+    ),
     "its shape": (
         {"output_gate": torch.zeros(3, 1, 2, 16, dtype=torch.bfloat16)},
         r"output_gate has shape \(3, 1, 2, 16\).*expected the shape \[3, 1, 2, 32\]",
@@ -143,6 +164,99 @@ def test_refused_by_name(name):
     with pytest.raises(UnsupportedProblem, match=message):
         called(case, mixed, **changes)
     assert case.output.isnan().all()
+
+
+RING = {
+    "tokens": ({"tokens": 3}, {}, "conv='silu' with tokens=3.*expected one token of a pool"),
+    "output_state_indices": (
+        {},
+        {"output_state_indices": torch.zeros(3, dtype=torch.int32)},
+        "output_state_indices with a convolution",
+    ),
+    "width": (
+        {},
+        {"conv_weight": torch.zeros(192, 5, dtype=torch.bfloat16)},
+        "conv_width=5: expected 2 to 4",
+    ),
+    "rows": (
+        {},
+        {"conv_state": torch.zeros(3, 3, 192, dtype=torch.bfloat16)},
+        "conv_state has 3 rows a slot: expected 4 or more",
+    ),
+    "slots": (
+        {},
+        {"conv_state": torch.zeros(2, 4, 192, dtype=torch.bfloat16)},
+        r"conv_state has shape \(2, 4, 192\).*expected the shape \[3, rows, 192\]",
+    ),
+    "dtype": (
+        {},
+        {"conv_state": torch.zeros(3, 4, 192)},
+        "conv_state has dtype torch.float32: expected q's",
+    ),
+    "position": (
+        {},
+        {"conv_position": torch.zeros(3, dtype=torch.int64)},
+        "conv_position has dtype torch.int64: expected torch.int32",
+    ),
+    "activation": ({}, {"conv_activation": "relu"}, "conv_activation='relu': expected one of"),
+}
+
+
+@pytest.mark.parametrize("name", RING)
+def test_a_convolution_refused_by_name(name):
+    """What is wrong with a convolution is named, and nothing is written."""
+    fields, changes, message = RING[name]
+    case, mixed = made(Contract(K=64, V=32, conv="silu"))
+    assert case.conv_state.shape == (3, 4, 192)
+    if "tokens" in fields:
+        mixed = mixed.repeat(1, fields["tokens"], 1)
+        a = case.a.repeat(1, fields["tokens"], 1)
+        case.a, case.b, case.output = a, a, None
+    with pytest.raises(UnsupportedProblem, match=message):
+        called(case, mixed, **changes)
+    assert case.output is None or case.output.isnan().all()
+
+
+def test_shifted_windows_are_no_launch_on_cuda():
+    """Blocks that share a q/k head would read a window while another shifts it: refused by name."""
+    contract = Contract(conv="silu", conv_window="shifted")
+    with pytest.raises(UnsupportedProblem, match="conv_window='shifted'.*expected a ring"):
+        kernels.default(contract, 64, arch.target("sm_90a"))
+
+
+def test_steps_in_a_row():
+    """Nine calls of one token, the ring going round twice, are the convolution and the delta rule
+    over nine tokens.
+    """
+    T, contract = 9, Contract(K=64, V=32, norm="silu", conv="silu", state_dtype="fp32")
+    case, _ = made(contract)
+    D = case.mixed_qkv.shape[-1]
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randn(3, T, D, generator=generator).bfloat16()
+    case.conv_state.zero_()
+    start = case.state.clone()
+    outputs = []
+    for t in range(T):
+        at = torch.full((3,), t % 4, dtype=torch.int32)
+        changes = {"output": None, "conv_position": at}
+        outputs.append(called(case, tokens[:, t : t + 1], **changes))
+    # the same apart, in fp32 but for the rounding of the convolution
+    x = torch.nn.functional.pad(tokens.float().transpose(1, 2), (3, 0))
+    y = torch.nn.functional.conv1d(x, case.conv_weight.float()[:, None], groups=D)
+    y = torch.nn.functional.silu(y).bfloat16().transpose(1, 2)
+    pool = start
+    for t in range(T):
+        q, k, v = y[:, t : t + 1].split((64, 64, 64), -1)
+        o = gdntune.gated_delta_rule_decode(
+            q.unflatten(-1, (1, 64)).float(), k.unflatten(-1, (1, 64)).float(),
+            v.unflatten(-1, (2, 32)).float(), A_log=case.A_log, a=case.a, dt_bias=case.dt_bias,
+            b=case.b, initial_state=pool, initial_state_indices=case.read_index,
+        )  # fmt: skip
+        z = case.output_gate.float()
+        rstd = torch.rsqrt((o * o).mean(-1, keepdim=True) + 1e-6)
+        want = o * rstd * case.norm_weight * torch.nn.functional.silu(z)
+        # a channel near the middle between two bf16 numbers may round to either
+        torch.testing.assert_close(outputs[t].float(), want, rtol=2**-6, atol=2**-6)
 
 
 def test_columns_that_do_not_fit_are_refused():

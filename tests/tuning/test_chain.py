@@ -62,6 +62,22 @@ def test_layers_have_tensors_of_their_own(made):
         )
 
 
+def test_a_layer_has_its_inputs_from_the_producer():
+    """The output's gate and the packed row that a convolution takes are written by the launch ahead,
+    and q, k and v are views of that row.
+    """
+    made = Chain(Problem(Contract(**SMALL, norm="silu", conv="silu"), 5, 1, 3), "cpu", 3)
+    case = made.cases[1]
+    kept = {name: getattr(case, name).clone() for name in chain.LAYER}
+    for name in chain.LAYER:
+        getattr(case, name).fill_(float("nan"))
+    made.produce(1)
+    for name, x in kept.items():
+        assert getattr(case, name).equal(x) and x.isfinite().all()
+    assert case.q.data_ptr() == case.mixed_qkv.data_ptr()
+    assert case.v.flatten(-2).equal(case.mixed_qkv[..., -3 * 64 :])
+
+
 def test_the_producer_writes_and_the_use_reads(made):
     """The producer gives back inputs that are gone, and zeros the output; the use reads all of it;
     neither moves a tensor.

@@ -1,7 +1,9 @@
-// The gated RMSNorm behind the gated delta rule: y <- o rsqrt(mean(o^2) + eps) weight gate(z), o [V] a head's output.
+// A layer around the gated delta rule, each end where it is compiled in:
 //
-// `Decode` writes its outputs in fp32 to memory of this call's own; then each head's row is normalised and rounded once.
-// The rows are in a cache when they are read again: a row of V floats beside the K V elements of a state.
+//     q, k, v <- act(conv(mixed_qkv)), rounded to the inputs' dtype;   y <- o rsqrt(mean(o^2) + eps) weight gate(z)
+//
+// `Decode` reads and writes memory of this call's own, in fp32: the convolved channels of all requests, and the outputs
+// [V] of all heads, which are normalised and rounded once. Both are rows in a cache beside the K V elements of a state.
 #pragma once
 
 #include <memory>
@@ -10,47 +12,59 @@
 
 namespace {
 
-enum class Norm { silu, sigmoid };
+enum class Norm { none, silu, sigmoid };
+enum class Conv { none, identity, silu };
 
 // clang-format off
-enum LayerArgument { OUTPUT_GATE = ARGUMENTS, NORM_WEIGHT, NORM_EPS, LAYER_ARGUMENTS };
+enum LayerArgument {
+  OUTPUT_GATE = ARGUMENTS, NORM_WEIGHT, NORM_EPS, MIXED, CONV_STATE, CONV_WEIGHT, CONV_BIAS, CONV_POSITION,
+  LAYER_ARGUMENTS,
+};
 constexpr const char* LAYER_NAMES[LAYER_ARGUMENTS] = {
   "state", "q", "k", "v", "a", "b", "A_log", "dt_bias", "read_index", "write_index", "slot_index", "accepted",
   "cu_seqlens", "intermediate", "output", "scale", "softplus_beta", "softplus_threshold", "lower_bound", "beta_scale",
-  "null_index", "use_qk_l2norm", "output_gate", "norm_weight", "norm_eps",
+  "null_index", "use_qk_l2norm", "output_gate", "norm_weight", "norm_eps", "mixed_qkv",
+  "conv_state", "conv_weight", "conv_bias", "conv_position",
 };
 // clang-format on
 
-// A contiguous tensor [B, T, heads, size] of fp32 in memory of its own.
-class Floats4 {
+// Floats of a call's own, at a multiple of 64 bytes.
+class Memory {
  public:
-  Floats4(int64_t B, int64_t T, int64_t heads, int64_t size)
-      : shape_{B, T, heads, size}, strides_{T * heads * size, heads * size, size, 1} {
-    constexpr int64_t line = 16;
-    memory_.reset(new float[B * T * heads * size + line]);
-    const int64_t ahead = reinterpret_cast<uintptr_t>(memory_.get()) % 64 / sizeof(float);
-    tensor_ = {memory_.get() + (ahead ? line - ahead : 0), {kDLCPU, 0}, 4, {kDLFloat, 32, 1}, shape_, strides_, 0};
+  explicit Memory(int64_t count) : owned_(new float[count + line]) {
+    const int64_t ahead = reinterpret_cast<uintptr_t>(owned_.get()) % 64 / sizeof(float);
+    floats = owned_.get() + (ahead ? line - ahead : 0);
   }
+  float* floats;
 
-  // As an argument of a call.
+ private:
+  static constexpr int64_t line = 16;
+  std::unique_ptr<float[]> owned_;
+};
+
+// fp32 [B, T, heads, size] as an argument of a call, its rows [heads, size] `row` floats apart.
+struct Floats4 {
+  int64_t shape[4], strides[4];
+  DLTensor tensor;
+
+  Floats4(float* data, int64_t B, int64_t T, int64_t heads, int64_t size, int64_t row)
+      : shape{B, T, heads, size}, strides{T * row, row, size, 1} {
+    tensor = {data, {kDLCPU, 0}, 4, {kDLFloat, 32, 1}, shape, strides, 0};
+  }
+  Floats4(const Floats4&) = delete;
+
   TVMFFIAny argument() {
     TVMFFIAny x{};
     x.type_index = kTVMFFIDLTensorPtr;
-    x.v_ptr = &tensor_;
+    x.v_ptr = &tensor;
     return x;
   }
-
   float* at(int64_t b, int64_t t, int64_t head) const {
-    return static_cast<float*>(tensor_.data) + b * strides_[0] + t * strides_[1] + head * strides_[2];
+    return static_cast<float*>(tensor.data) + b * strides[0] + t * strides[1] + head * strides[2];
   }
-
- private:
-  int64_t shape_[4], strides_[4];
-  std::unique_ptr<float[]> memory_;
-  DLTensor tensor_;
 };
 
-template <class Setting, Norm norm>
+template <class Setting, Norm norm, Conv conv>
 class Layer {
   static constexpr int vec = Setting::vec;
   using F = Floats<vec>;
@@ -104,31 +118,149 @@ class Layer {
     }
   }
 
-  static int run(const TVMFFIAny* values, int count, TVMFFIAny* result) {
-    const Arguments given(values, count, LAYER_NAMES, LAYER_ARGUMENTS);
-    Call c = checked<Setting>(values, ARGUMENTS);
+  // A call's convolution. Taps are fp32 [width, D], the newest last, then the bias [D] or zeros.
+  struct Window {
+    Tensor mixed, state, bias, position;
+    int64_t D, width, rows;
+    bool ring;
+    const float* taps;
+
+    // The j-th row of a slot's window, the oldest first; of a ring the last one is the new token's.
+    char* row(int64_t slot, int64_t place, int64_t j) const {
+      if (!ring) return state.at(slot, j);
+      return state.at(slot, ((place + 1 + j - width) % rows + rows) % rows);
+    }
+  };
+
+  static Window window_of(const Arguments& given, Call& c) {
+    Window w{};
+    int64_t batch = c.q.size[0], slots = c.state.size[0];
+    w.D = 2 * c.H * Setting::K + c.HV * c.V;
+    w.width = -1;
+    w.mixed = given.tensor(MIXED, floating, "[B, T, D]", {&batch, &c.T, &w.D}, true);
+    w.state = given.tensor(CONV_STATE, w.mixed.type, "[slots, rows, D]", {&slots, nullptr, &w.D}, true);
+    const Tensor weight = given.tensor(CONV_WEIGHT, w.mixed.type, "[D, width]", {&w.D, &w.width});
+    if (given.has(CONV_BIAS)) w.bias = given.tensor(CONV_BIAS, w.mixed.type, "[D]", {&w.D}, true);
+    w.ring = given.has(CONV_POSITION);
+    if (w.ring) w.position = given.tensor(CONV_POSITION, int32, "[B]", {&batch});
+    w.rows = w.state.size[1];
+    if (w.rows < w.width - !w.ring) {
+      refuse("ValueError", "conv_state: %lld rows were given, expected %lld or more", (long long)w.rows,
+             (long long)(w.width - !w.ring));
+    }
+    if (c.T != 1 || c.ragged) refuse("ValueError", "mixed_qkv: T=%lld was given, expected one token", (long long)c.T);
+    if (w.width < 2 || w.width > 4 || w.D % vec) {
+      refuse("ValueError", "conv_weight: [%lld, %lld] was given, expected 2 to 4 taps of a multiple of %d channels",
+             (long long)w.D, (long long)w.width, vec);
+    }
+    return w;
+  }
+
+  template <class E>
+  static void fill_taps(const Tensor& t, float* to, int64_t n, int64_t stride) {
+    for (int64_t i = 0; i < n; i++) to[i] = value(reinterpret_cast<const E*>(t.data) + i * stride);
+  }
+  static void fill_taps(const Tensor& t, int64_t from, float* to, int64_t n, int64_t stride) {
+    Tensor at = t;
+    at.data += from * t.bytes();
+    if (t.type == fp32) fill_taps<float>(at, to, n, stride);
+    else if (t.type == bf16) fill_taps<Bf16>(at, to, n, stride);
+    else fill_taps<Half>(at, to, n, stride);
+  }
+
+  // One request's channels, convolved and rounded as E; its window moves on.
+  template <class E>
+  static void convolve(const Window& w, const Request& r, int64_t n, float* to) {
+    const int64_t place = w.ring ? std::min(std::max<int64_t>(w.position.index(n), 0), w.rows - 1) : 0;
+    const int64_t old = w.width - 1;
+    const bool stores = Setting::writes != Writes::never && r.write >= 0;
+    for (int64_t i = 0; i < w.D; i += vec) {
+      F x[4], y = load<vec>(w.taps + w.width * w.D + i);
+      for (int64_t j = 0; j < old; j++) x[j] = load<vec>(reinterpret_cast<const E*>(w.row(r.read, place, j)) + i);
+      x[old] = load<vec>(reinterpret_cast<const E*>(w.mixed.at(n)) + i);
+      for (int64_t j = 0; j <= old; j++) y += x[j] * load<vec>(w.taps + j * w.D + i);
+      if constexpr (conv == Conv::silu) y *= sigmoid_of<vec>(y);
+      E rounded[vec];
+      store<vec>(rounded, y);
+      store<vec>(to + i, load<vec>(rounded));
+      if (!stores) continue;
+      // read as it is written: in one slot or in two
+      for (int64_t j = w.ring ? old : 1; j <= old; j++) {
+        store<vec>(reinterpret_cast<E*>(w.row(r.write, place, w.ring ? j : j - 1)) + i, x[j]);
+      }
+    }
+  }
+
+  static void convolve_all(const Call& c, const Window& w, float* to) {
+#pragma omp parallel for schedule(static) if (c.N * w.D > 1 << 14)
+    for (int64_t n = 0; n < c.N; n++) {
+      const Request r = request_of(c, n, Setting::writes, Setting::tokens);
+      if (r.read < 0) continue;
+      if (w.mixed.type == fp32) convolve<float>(w, r, n, to + n * w.D);
+      else if (w.mixed.type == bf16) convolve<Bf16>(w, r, n, to + n * w.D);
+      else convolve<Half>(w, r, n, to + n * w.D);
+    }
+  }
+
+  // The weights as `Window` has them.
+  static void lay_taps(const Arguments& given, const Window& w, float* to) {
+    int64_t D = w.D, width = w.width;
+    const Tensor weight = given.tensor(CONV_WEIGHT, w.mixed.type, "[D, width]", {&D, &width});
+    for (int64_t j = 0; j < width; j++) fill_taps(weight, j * weight.stride[1], to + j * D, D, weight.stride[0]);
+    std::fill(to + width * D, to + (width + 1) * D, 0.0f);
+    if (w.bias.given) fill_taps(w.bias, 0, to + width * D, D, 1);
+  }
+
+  struct Weights {
+    Tensor gate;
+    float weight[widest], eps;
+  };
+
+  static void read_weights(const Arguments& given, Call& c, Weights& w) {
     int64_t batch = c.output.size[0];
-    const Tensor gate = given.tensor(OUTPUT_GATE, floating, "[B, T, HV, V]", {&batch, &c.T, &c.HV, &c.V}, true);
-    const Tensor given_weight = given.tensor(NORM_WEIGHT, floating, "[V]", {&c.V}, true);
-    const float eps = float(given.number(NORM_EPS));
     if (c.V > widest || c.V % vec) {
       refuse("ValueError", "v: V=%lld was given, expected multiples of %d to %lld", (long long)c.V, vec,
              (long long)widest);
     }
-    float weight[widest];
-    read(given_weight, given_weight.data, c.V, weight);
+    w.gate = given.tensor(OUTPUT_GATE, floating, "[B, T, HV, V]", {&batch, &c.T, &c.HV, &c.V}, true);
+    const Tensor weight = given.tensor(NORM_WEIGHT, floating, "[V]", {&c.V}, true);
+    w.eps = float(given.number(NORM_EPS));
+    read(weight, weight.data, c.V, w.weight);
+  }
 
-    Floats4 outputs(batch, c.T, c.HV, c.V);
+  static int run(const TVMFFIAny* values, int count, TVMFFIAny* result) {
+    const Arguments given(values, count, LAYER_NAMES, LAYER_ARGUMENTS);
+    Call c = checked<Setting>(values, ARGUMENTS);
+    const int64_t batch = c.output.size[0];
+    constexpr bool normed = norm != Norm::none, convolves = conv != Conv::none;
+    // all is looked at before anything is written
+    Weights weights;
+    Window w{};
+    if constexpr (normed) read_weights(given, c, weights);
+    if constexpr (convolves) w = window_of(given, c);
+
+    const int64_t row = c.HV * c.V, keys = c.H * Setting::K;
+    Memory rows(normed ? batch * c.T * row : 0), mixed(convolves ? batch * w.D : 0);
+    Floats4 outputs(rows.floats, batch, c.T, c.HV, c.V, row), q(mixed.floats, batch, 1, c.H, Setting::K, w.D),
+        k(mixed.floats + keys, batch, 1, c.H, Setting::K, w.D), v(mixed.floats + 2 * keys, batch, 1, c.HV, c.V, w.D);
     TVMFFIAny inner[ARGUMENTS];
     std::copy(values, values + ARGUMENTS, inner);
-    inner[OUTPUT] = outputs.argument();
+    if constexpr (convolves) {
+      Memory taps((w.width + 1) * w.D);
+      lay_taps(given, w, taps.floats);
+      w.taps = taps.floats;
+      convolve_all(c, w, mixed.floats);
+      inner[Q] = q.argument(), inner[KEY] = k.argument(), inner[VALUE] = v.argument();
+    }
+    if constexpr (normed) inner[OUTPUT] = outputs.argument();
     if (const int failed = Decode<Setting>::call(inner, ARGUMENTS, result)) return failed;
-
-    const int64_t heads = c.N * c.HV;
+    if constexpr (normed) {
+      const int64_t heads = c.N * c.HV;
 #pragma omp parallel for schedule(static) if (heads * c.V > 1 << 16)
-    for (int64_t i = 0; i < heads; i++) {
-      const Request r = request_of(c, i / c.HV, Setting::writes, Setting::tokens);
-      finish(c, gate, weight, eps, outputs, r, i % c.HV);
+      for (int64_t i = 0; i < heads; i++) {
+        const Request r = request_of(c, i / c.HV, Setting::writes, Setting::tokens);
+        finish(c, weights.gate, weights.weight, weights.eps, outputs, r, i % c.HV);
+      }
     }
     return 0;
   }
