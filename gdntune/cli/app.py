@@ -30,6 +30,7 @@ from gdntune.cli.common import (
     Jobs,
     OwnKernels,
     PartNames,
+    Program,
     Timer,
     Tokens,
     Where,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from gdntune.results.table import Table
     from gdntune.tuning.config import Config
 
-app = typer.Typer(
+app = Program(
     name="gdntune",
     help=(
         "Finds, verifies and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at"
@@ -99,7 +100,7 @@ def sweep(
     heads: Heads = None,
     own_kernels: OwnKernels = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", metavar="", help="Say what the sweep would take, and stop.")
+        bool, typer.Option("--dry-run", help="Say what the sweep would take, and stop.")
     ] = False,
     arch: Annotated[
         str | None,

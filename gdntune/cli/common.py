@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from gdntune.errors import ConfigError, GdntuneError, UnsupportedProblem
 
@@ -23,11 +24,44 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+class _PlainTypes:
+    """Of a command: a flag has no `<bool>` beside it, which reads as if it took a value; a list of
+    choices breaks between two of them, not within one.
+    """
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in found:
+            if isinstance(param, TyperOption) and param.metavar is None:
+                shown = param.display_type_rich(ctx) or ""
+                param.metavar = "" if param.is_flag else shown.replace("|", " | ")
+        return found
+
+
+class _Group(_PlainTypes, TyperGroup):
+    pass
+
+
+class _Command(_PlainTypes, TyperCommand):
+    pass
+
+
+class Program(typer.Typer):
+    """A group of commands as this program shows them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cls=_Group, **options)
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[F], F]:
+        """As `typer.Typer.command`."""
+        found: Callable[[F], F] = super().command(name, cls=_Command, **options)
+        return found
+
+
 FINDINGS, WRONG_USE, INTERRUPTED = 1, 2, 130
 
-AsJson = Annotated[
-    bool, typer.Option("--json", metavar="", help="Print one JSON document instead of text.")
-]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 ConfigFile = Annotated[
     Path,
     typer.Argument(

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from gdntune.cli.common import AsJson, print_json, refusing, shipped_configs
+from gdntune.cli.common import AsJson, Program, print_json, refusing, shipped_configs
 from gdntune.errors import ConfigError, UnsupportedProblem
 
-configs = typer.Typer()
-config = typer.Typer(help="Make a config for a model.", no_args_is_help=True)
+configs = Program()
+config = Program(help="Make a config for a model.", no_args_is_help=True)
 
 
 @configs.command("configs")

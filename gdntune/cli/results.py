@@ -10,6 +10,7 @@ from gdntune.cli.common import (
     WRONG_USE,
     AsJson,
     Index,
+    Program,
     print_json,
     print_page,
     refusing,
@@ -20,8 +21,8 @@ from gdntune.errors import UnsupportedProblem, no_folder
 if TYPE_CHECKING:
     from gdntune.report.report import Report
 
-tables = typer.Typer(help="Look at dispatch tables.", no_args_is_help=True)
-results = typer.Typer()
+tables = Program(help="Look at dispatch tables.", no_args_is_help=True)
+results = Program()
 
 
 @results.command("report")

@@ -1,10 +1,12 @@
 """`gdntune configs`, `config`, `sweep --dry-run` and its overrides, `table install` and `which`."""
 
 import json
+import re
 from pathlib import Path
 
 import platformdirs
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from gdntune import search
@@ -136,6 +138,30 @@ def test_help_reflows():
     text = [line.strip() for line in shown.split("Arguments")[0].splitlines()]
     words = [line for line in text if line and not line.startswith("Usage")]
     assert words and all(len(line) > 50 for line in words[:1] + words[2:3]), words
+
+
+def commands(command, path=()):
+    """Every command of the program with its path."""
+    yield path, command
+    for name, sub in getattr(command, "commands", {}).items():
+        yield from commands(sub, (*path, name))
+
+
+def test_help_of_every_command():
+    """Flags show no type, a choice is not broken, and no line is longer than the terminal. Fault:
+    `--help <bool>` stood in every page, and `<auto|cupti|events|cpu|grap` over `h>`.
+    """
+    found = dict(commands(get_command(app)))
+    assert len(found) > 20
+    for path, command in found.items():
+        shown = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}).output
+        assert "<bool>" not in shown and max(map(len, shown.splitlines())) <= 80, path
+        for param in command.params:
+            for choice in param.type_descriptor.choices or ():
+                assert re.search(rf"(?<![\w-]){re.escape(str(choice))}(?![\w-])", shown), (
+                    path,
+                    choice,
+                )
 
 
 def test_install_on_a_full_disk(tmp_path, monkeypatch):
