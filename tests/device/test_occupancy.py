@@ -17,10 +17,16 @@ from gdntune.device.occupancy import MULTIPROCESSORS, occupancy
 from gdntune.errors import UnknownName, UnsupportedProblem
 from gdntune.kernels import recurrent_config, wy_block_config, wy_config
 from gdntune.kernels.spec import Block
+from gdntune.objects.build import SPILL_LIMIT_BYTES
 from gdntune.problem import Contract
 
 KDA = Contract(op="kda_decode", gate="softplus")
-# kernel, contract, knobs: every allocation of the kernels, alone and together
+BLACKWELL = arch.target("sm_100a")
+WY_FP32 = Contract(tokens=8, state_dtype="fp32", mode="frozen")
+WY_K96 = Contract(tokens=8, state_dtype="fp16", K=96, V=192, gate="log", pool=False)
+WY_K256 = Contract(tokens=8, K=256, V=32)
+# kernel, contract, knobs: every allocation of the kernels, alone and together, and every kind of
+# contract
 SETTINGS = {
     "T=1: none": ("recurrent", Contract(), recurrent_config.Knobs(32, 2, 8, 16, 128)),
     "KDA, T=1: decays of a warp": (
@@ -30,17 +36,29 @@ SETTINGS = {
     ),
     "KDA, T=8, staged, fp32": (
         "recurrent",
-        KDA.replace(tokens=5, state_dtype="fp32"),
+        KDA.replace(
+            tokens=5, state_dtype="fp32", mode="frozen", intermediate="slots", accepted=True
+        ),
         recurrent_config.Knobs(32, 2, 4, 16, 256),
     ),
     "T=8, staged": (
         "recurrent",
-        Contract(tokens=3),
+        Contract(tokens=3, intermediate="indexed", pool=False),
         recurrent_config.Knobs(64, 4, 8, 16, 128, spread=True),
     ),
     "T=16, staged, K=96": (
         "recurrent",
-        Contract(tokens=9, K=96, V=192, input_dtype="fp16"),
+        Contract(
+            tokens=9,
+            K=96,
+            V=192,
+            input_dtype="fp16",
+            state_dtype="fp16",
+            ragged=True,
+            intermediate="dense",
+            gate="log",
+            beta="given",
+        ),
         recurrent_config.Knobs(64, 4, 4, 8, 128),
     ),
     "split rows": (
@@ -55,10 +73,18 @@ SETTINGS = {
     ),
     "wy, T=8": ("wy", Contract(tokens=8), wy_config.Knobs(32, 2)),
     "wy, T=4, frozen": ("wy", Contract(tokens=4, mode="frozen"), wy_config.Knobs(32, 1, 4)),
-    "wy, T=16, one warp": ("wy", Contract(tokens=16), wy_config.Knobs(16, 1)),
+    "wy, T=16, one warp": ("wy", Contract(tokens=16, ragged=True), wy_config.Knobs(16, 1)),
+    "wy, fp32, frozen": ("wy", WY_FP32, wy_config.default(WY_FP32, 64, BLACKWELL)),
+    "wy, fp16, K=96": ("wy", WY_K96, wy_config.default(WY_K96, 64, BLACKWELL)),
+    "wy, K=256": ("wy", WY_K256, wy_config.default(WY_K256, 64, BLACKWELL)),
     "wy_block, KDA, T=8": (
         "wy_block",
         KDA.replace(tokens=8),
+        wy_block_config.Knobs(32, 4),
+    ),
+    "wy_block, T=8": (
+        "wy_block",
+        Contract(tokens=8),
         wy_block_config.Knobs(32, 4, registers=128),
     ),
     "wy_block, fp16, T=3, frozen": (
@@ -66,7 +92,26 @@ SETTINGS = {
         Contract(tokens=3, mode="frozen", input_dtype="fp16"),
         wy_block_config.Knobs(16, 8, threads=256),
     ),
-    "wy_block, T=16": ("wy_block", Contract(tokens=16), wy_block_config.Knobs(16, 2)),
+    "wy_block, T=16": (
+        "wy_block",
+        Contract(tokens=16, ragged=True),
+        wy_block_config.Knobs(16, 4),
+    ),
+    "wy_block, KDA, fp32": (
+        "wy_block",
+        KDA.replace(tokens=8, state_dtype="fp32"),
+        wy_block_config.Knobs(16, 8, threads=256),
+    ),
+    "wy_block, KDA, fp16, v_last, K=64": (
+        "wy_block",
+        KDA.replace(tokens=4, layout="v_last", input_dtype="fp16", state_dtype="fp16", K=64, V=64),
+        wy_block_config.Knobs(16, 4, threads=256),
+    ),
+    "wy_block, K=256, no pool": (
+        "wy_block",
+        Contract(tokens=8, K=256, V=32, pool=False),
+        wy_block_config.Knobs(16, 2),
+    ),
     "floor": (
         "stream",
         Contract(),
@@ -76,21 +121,20 @@ SETTINGS = {
 
 
 def launch_of(name, facts, knobs, target):
-    """Threads and dynamic shared memory of a compiled kernel's launch, from its host code; to be
-    run in a process of its own.
+    """Threads and dynamic shared memory of a compiled kernel's launch, from its host code, and what
+    ptxas says of it; to be run in a process of its own.
     """
     import importlib
     import os
     import tempfile
 
+    from gdntune.objects.worker import resources
+
     os.environ["CUTE_DSL_ARCH"] = target
     compile = importlib.import_module(f"gdntune.kernels.{name}").compile
     with tempfile.TemporaryDirectory() as folder:
-        code = str(
-            compile(
-                facts, knobs, options=f"--keep-ptx --dump-dir {folder}", prefix="kernel"
-            ).ir_module
-        )
+        made = compile(facts, knobs, options=f"--keep-cubin --dump-dir {folder}", prefix="kernel")
+        code, used = str(made.ir_module), resources(made.__cubin__)
     # the launch's struct: grid, block, dynamic shared memory, stream, ...
     launch = r"!llvm.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
     for body in re.split(r"\n  llvm\.func ", code):
@@ -105,13 +149,13 @@ def launch_of(name, facts, knobs, target):
             if stored:
                 found[field] = constants[stored[1]]
         if found:
-            return found["1, 0"], found["2"]
+            return (found["1, 0"], found["2"]), used
     raise AssertionError("no launch in the host code")
 
 
 @pytest.fixture(scope="module")
 def launches():
-    """What each of SETTINGS is launched with, compiled for sm_100a by two processes."""
+    """What each of SETTINGS is launched with, and uses, compiled for sm_100a by two processes."""
     if find_spec("cutlass") is None:
         pytest.skip("nvidia-cutlass-dsl has wheels for Linux alone")
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -122,7 +166,7 @@ def launches():
             jobs[label] = pool.submit(
                 launch_of, name, facts, kernel.variant(knobs).knobs, "sm_100a"
             )
-        yield {label: Block(*job.result()) for label, job in jobs.items()}
+        yield {label: job.result() for label, job in jobs.items()}
 
 
 @pytest.mark.parametrize("label", SETTINGS)
@@ -132,7 +176,14 @@ def test_a_block_is_what_the_launch_asks_for(label, launches):
     """
     name, contract, knobs = SETTINGS[label]
     assert kernels.refuse(contract, kernels.get(name).variant(knobs)) is None
-    assert kernels.get(name).block(contract, knobs) == launches[label]
+    assert kernels.get(name).block(contract, knobs) == Block(*launches[label][0])
+
+
+@pytest.mark.parametrize("label", SETTINGS)
+def test_it_compiles_for_blackwell_without_spills(label, launches):
+    """What ptxas keeps in local memory is below the limit beyond which a sweep drops a variant."""
+    _, used = launches[label]
+    assert 0 < used["registers"] <= 255 and used["spill_bytes"] <= SPILL_LIMIT_BYTES
 
 
 def test_every_setting_fits_a_multiprocessor():

@@ -2,11 +2,7 @@
 how it addresses memory. tests/ptx runs what it compiles to.
 """
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
-from ptx.offsets import compile_ptx, narrow_products
 
 from gdntune import kernels
 from gdntune.device import arch
@@ -70,14 +66,3 @@ def test_it_compiles_without_spills(tmp_path):
     for built in compile_objects(wanted, Store(tmp_path)):
         assert built.ok, built.reason
         assert built.manifest.spill_bytes <= SPILL_LIMIT_BYTES
-
-
-def test_offsets_are_64_bit():
-    """No index meets a stride in 32 bits, as in the other kernels."""
-    kernel = kernels.get("wy_lanes")
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        knobs = kernel.variant(kernel.setting(KNOBS)).knobs
-        text = pool.submit(
-            compile_ptx, "wy_lanes", dict(kernel.facts(SLOTS)), knobs, "sm_90a"
-        ).result()
-    assert narrow_products(text) == []

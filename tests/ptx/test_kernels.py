@@ -12,6 +12,7 @@ from gdntune.runtime import parts
 
 from . import call, cover, host
 from .call import program_of
+from .offsets import narrow_products, wide_products
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl has wheels for Linux alone")
 
@@ -32,6 +33,17 @@ def test_decode(row, builder):
         truth.judge(case).require()
     except Exception as e:
         raise AssertionError(f"{row.id}, {row.problem.key()}, {options}: {e}") from e
+
+
+@pytest.mark.parametrize("row", DECODE_ROWS, ids=lambda row: row.id)
+def test_offsets_are_64_bit(row, builder):
+    """Fault: slot 2048 of a pool with HV=64, and B=512, T=8 intermediate states, wrapped a 32-bit
+    offset into another slot.
+    """
+    ptx = builder.get(row.contract, row.variant).ptx
+    assert narrow_products(ptx) == []
+    # where the state is read, and where it is written
+    assert wide_products(ptx) >= (2 if row.contract.mode == "update" else 1)
 
 
 def test_rows_hold_every_value():
