@@ -33,9 +33,14 @@ class _PlainTypes:
     def get_params(self, ctx: Any) -> list[Any]:
         found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for param in found:
-            if isinstance(param, TyperOption) and param.metavar is None:
-                shown = param.display_type_rich(ctx) or ""
-                param.metavar = "" if param.is_flag else shown.replace("|", " | ")
+            if not isinstance(param, TyperOption) or param.metavar is not None:
+                continue
+            # Not in every release of typer: without it a page shows types as typer does.
+            shown = getattr(param, "display_type_rich", lambda _: None)(ctx)
+            if param.is_flag:
+                param.metavar = ""
+            elif shown:
+                param.metavar = shown.replace("|", " | ")
         return found
 
 

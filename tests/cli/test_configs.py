@@ -6,6 +6,7 @@ from pathlib import Path
 
 import platformdirs
 import pytest
+from typer.core import TyperOption
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -162,6 +163,15 @@ def test_help_of_every_command():
                     path,
                     choice,
                 )
+
+
+def test_help_with_an_older_typer(monkeypatch):
+    """Every command, not help alone, ended with a traceback where typer lacks `display_type_rich`."""
+    monkeypatch.delattr(TyperOption, "display_type_rich")
+    command = get_command(app).commands["sweep"]
+    with command.make_context("sweep", ["quickstart"], resilient_parsing=True) as ctx:
+        by_name = {p.name: p.metavar for p in command.get_params(ctx)}
+    assert by_name["dry_run"] == "" and by_name["timer"] is None
 
 
 def test_install_on_a_full_disk(tmp_path, monkeypatch):
