@@ -6,6 +6,7 @@ set -euo pipefail
 folder=${1:-results/own_kernel} here=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} GDNTUNE_KERNELS=own_kernel
 
+mkdir -p "$(dirname "$folder")"
 # The sweep refuses a value that is not legal before it compiles anything.
 sed 's/own_kernel: {} .*/own_kernel: {rows: [4, 8]}/' "$here/own_kernel/own_kernel.yaml" > "$folder.yaml"
 gdntune sweep "$folder.yaml" --batch 1 --l2 warm --out "$folder"
