@@ -566,7 +566,7 @@ def _lines(records: list[Record]) -> bytes:
     # The double of a number of whole nanoseconds has no more than three decimals as text.
     if (np.rint(us * 1e3) / 1e3 == us).all():
         with contextlib.suppress(UnicodeEncodeError):
-            return _encoder.encode_lines(records)
+            return without_defaults(_encoder.encode_lines(records))
     return b"".join(map(encode, records))
 
 
