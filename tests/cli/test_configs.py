@@ -167,7 +167,9 @@ def test_help_of_every_command():
 
 def test_help_with_an_older_typer(monkeypatch):
     """Every command, not help alone, ended with a traceback where typer lacks `display_type_rich`."""
-    monkeypatch.delattr(TyperOption, "display_type_rich")
+    for owner in TyperOption.__mro__:
+        if "display_type_rich" in vars(owner):
+            monkeypatch.delattr(owner, "display_type_rich")
     command = get_command(app).commands["sweep"]
     with command.make_context("sweep", ["quickstart"], resilient_parsing=True) as ctx:
         by_name = {p.name: p.metavar for p in command.get_params(ctx)}
