@@ -570,6 +570,14 @@ def explain(
         bool, typer.Option(help="Whether the state is a pool of slots named by indices.")
     ] = True,
     ragged: Annotated[bool, typer.Option("--ragged", help="Packed rows with cu_seqlens.")] = False,
+    norm: Annotated[
+        Literal["none", "silu", "sigmoid"],
+        typer.Option(help="The gated norm behind, in the same launch."),
+    ] = "none",
+    conv: Annotated[
+        Literal["none", "identity", "silu"],
+        typer.Option(help="The convolution ahead, of width 4, in the same launch."),
+    ] = "none",
     table_path: Annotated[
         Path | None, typer.Option("--table", help="Ask this table instead of the one in use.")
     ] = None,
@@ -607,6 +615,8 @@ def explain(
         accepted=accepted,
         pool=pool,
         ragged=ragged,
+        norm=norm,
+        conv=conv,
     )
     check_contract(contract)
     if op == "verify":

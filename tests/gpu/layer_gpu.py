@@ -1,0 +1,340 @@
+"""A layer's step in one launch on a GPU: checked, and timed in a chain of layers against the parts apart.
+
+    python tests/gpu/layer_gpu.py compile DIR [--all]         # without a GPU: a bundle of what is called
+    GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py check [--random N] [--all]
+    GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py time [--all] [--sizes 1,4,16,64,256] [--rounds 60]
+
+check: every compiled variant by the gate that a sweep has, then N random problems; exits with 1 where one
+is wrong. time: microseconds a layer, medians, in a CUDA graph of layers less the same without the
+call (the L2 policy `chain`), interleaved. Each row is a contract and a batch size; `delta alone` is the
+table's kernel without the parts, `apart` the same with a convolution and a norm of their own
+(`layer_parts`), `fused` the best of the layer's variants; each without and with programmatic
+dependent launch. All variants are tried for six rounds, the best few for all. --all: every variant
+worth trying, not a few of them.
+"""
+
+import argparse
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import layer_parts
+import torch
+
+from gdntune import kernels
+from gdntune.checking.cases import make_case
+from gdntune.checking.check import Truth
+from gdntune.device import arch, gpus
+from gdntune.kernels.spec import Kernel, Variant
+from gdntune.objects.build import compile_objects
+from gdntune.objects.store import Store, default_root, object_spec, write_bundle
+from gdntune.problem import Contract, Problem
+from gdntune.runtime import environment
+from gdntune.runtime.dispatch import Runtime
+from gdntune.timing import Policy, summary
+from gdntune.tuning.session import Session
+
+LAYER = kernels.get("layer")
+STEP = {"norm": "silu", "conv": "silu"}
+SLOTS = {"tokens": 4, "mode": "frozen", "intermediate": "slots", "accepted": True}
+TIMED = {
+    "step, bf16": Contract(**STEP),
+    "step, fp32": Contract(**STEP, state_dtype="fp32"),
+    "norm, T=4 slots, bf16": Contract(norm="silu", **SLOTS),
+}
+HEADS = ((16, 64), (16, 32))
+# What else is checked, by the default rule's variant.
+CHECKED = [
+    Contract(norm="silu"),
+    Contract(conv="silu"),
+    Contract(
+        norm="sigmoid", conv="identity", conv_width=3, conv_bias=True, norm_weight_dtype="bf16"
+    ),
+    Contract(**STEP, layout="v_last"),
+    Contract(**STEP, layout="v_last", state_dtype="fp32", conv_width=2),
+    Contract(norm="silu", tokens=4, ragged=True, state_dtype="fp32"),
+    Contract(norm="silu", tokens=8, intermediate="dense", mode="frozen"),
+    Contract("kda_decode", gate="softplus", norm="sigmoid", conv="silu"),
+    Contract("kda_decode", gate="lower_bound", norm="sigmoid", conv="silu", state_dtype="fp32"),
+    Contract("kda_decode", gate="softplus", norm="sigmoid", **SLOTS),
+]
+SCREEN, FINALISTS = 6, 6
+
+
+def plain_of(c: Contract) -> Contract:
+    """The contract of the delta rule alone."""
+    return c.replace(norm="none", norm_weight_dtype="fp32", conv="none")
+
+
+def tried(c: Contract, device: arch.Device, every: bool) -> list[Variant]:
+    """The layer's variants: of a few, those of 128 and 256 threads and of the widest loads."""
+    found = LAYER.variants(c, device, "chain")
+    default = LAYER.variant(LAYER.default(c, 64, device))
+    if every:
+        return [*dict.fromkeys([default, *found])]
+    few = [
+        v
+        for v in found
+        if v.knobs["threads"] in (128, 256)
+        and v.knobs["lanes"] == 16
+        and v.knobs["early"]
+        and v.knobs["pdl"] != "first"
+        and v.knobs["row"] == (c.intermediate == "slots")
+    ]
+    return [*dict.fromkeys([default, *few])]
+
+
+def with_pdl(variant: Variant) -> Variant:
+    """A variant of `recurrent` that starts before the kernel ahead ends, its state's loads first."""
+    kernel = kernels.get(variant.kernel)
+    if "pdl" not in variant.knobs or not variant.knobs.get("early"):
+        return variant
+    return kernel.variant(kernel.setting({**variant.knobs, "pdl": "state"}))
+
+
+def apart(c: Contract, runtime: Runtime) -> list[tuple[int, Variant]]:
+    """The table's choices for the delta rule alone: from which work units on, and what."""
+    return [(x.first, x.variant) for x in runtime.choices(plain_of(c))]
+
+
+def wanted(
+    device: arch.Device, every: bool
+) -> Iterable[tuple[Kernel, Contract, Variant, str | None]]:
+    """Everything that `check` and `time` call."""
+    runtime = Runtime(device)
+    for c in TIMED.values():
+        for v in tried(c, device, every):
+            yield LAYER, c, v, None
+        for _, v in apart(c, runtime):
+            for one in (v, with_pdl(v)):
+                yield kernels.get(v.kernel), plain_of(c), one, None
+    for c in CHECKED:
+        yield LAYER, c, LAYER.variant(LAYER.default(c, 64, device)), None
+    for part in (layer_parts.CONV, layer_parts.NORM):
+        for setting in (layer_parts.Knobs(), layer_parts.Knobs(True)):
+            yield part, Contract(), part.variant(setting), None
+    for label in (None, "flush"):
+        contract, v = kernels.flush()
+        yield kernels.get(v.kernel), contract, v, label
+    contract, v = kernels.producer()
+    yield kernels.get(v.kernel), contract, v, "producer"
+
+
+def compile_all(folder: Path, gpu: str, every: bool) -> None:
+    """A bundle of what is called, made without the GPU."""
+    # the compiling processes import the parts
+    own = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([own, *sys.path])
+    device = gpus.named(gpu)
+    specs = {}
+    for kernel, contract, variant, label in wanted(device, every):
+        spec = object_spec(kernel, contract, variant, device, label=label)
+        specs[spec.key] = (spec, kernel.compiler)
+    store = Store()
+    print(f"{len(specs)} objects", flush=True)
+    for built in compile_objects(list(specs.values()), store):
+        if not built.ok:
+            sys.exit(f"{built.spec.name}: {built.reason}")
+    write_bundle(store, [spec for spec, _ in specs.values()], folder)
+    print(f"in {folder}")
+
+
+def session_of(l2: str) -> Session:
+    """The GPU at hand with the objects of the bundle."""
+    device = arch.detect("cuda")
+    return Session(device, 0, Store(default_root(), environment.bundles()), Policy(l2=l2))
+
+
+def check(every: bool, count: int, seed: int) -> bool:
+    """Whether all is right."""
+    session, right = session_of("cold-clean"), True
+    found = [(c, tried(c, session.device, every)) for c in TIMED.values()]
+    found += [(c, [LAYER.variant(LAYER.default(c, 64, session.device))]) for c in CHECKED]
+    for c, variants in found:
+        session.load(c, variants)
+        said = [(v.id, *session.check(c, v)) for v in variants]
+        wrong = [(name, worst) for name, ok, worst, _ in said if not ok]
+        most = max(error or 0.0 for _, _, _, error in said) / (64 * 2.0**-24)
+        print(
+            f"{c.key()}: {len(said) - len(wrong)} of {len(said)} right, worst {most:.2f} of the tolerance",
+            flush=True,
+        )
+        for name, worst in wrong:
+            print(f"  {name}: {worst}")
+        right &= not wrong
+    return right & randomly(session, found, count, seed)
+
+
+def randomly(
+    session: Session, found: list[tuple[Contract, list[Variant]]], count: int, seed: int
+) -> bool:
+    """Random problems, each with a random variant."""
+    pick, wrong, most = random.Random(seed), 0, 0.0
+    for n in range(count):
+        c, variants = pick.choice(found)
+        H = pick.choice((1, 2, 4))
+        problem = Problem(c, pick.randint(1, 17), H, H * pick.choice((1, 2, 3, 4)))
+        options: dict[str, Any] = {
+            "padding": pick.choice((0.0, 0.3)),
+            "split": pick.random() < 0.5,
+            "null_index": pick.choice((-1, 0)),
+            "slot_stride_pad": pick.choice((0, 64)),
+            "extra_rows": pick.choice((0, 2)),
+            "packed_qkv": pick.random() < 0.5,
+            "extreme_gates": pick.random() < 0.3,
+            "norm_eps": pick.choice((1e-6, 1e-5, 0.1)),
+            "use_qk_l2norm": pick.random() < 0.8,
+        }
+        if c.ragged:
+            options["lengths"] = [pick.randint(0, c.tokens) for _ in range(problem.B)]
+        variant = pick.choice(variants)
+        truth = Truth(make_case(problem, "cuda", n, **options))
+        case = truth.before.clone()
+        session.function(c, variant)(*case.arguments())
+        verdict = truth.judge(case)
+        most = max(most, verdict.error / verdict.tolerance)
+        if not verdict.ok:
+            wrong += 1
+            print(f"wrong: {problem.key()} {variant.id} {options}: {verdict.worst}", flush=True)
+    print(f"{count - wrong} of {count} random problems right, worst {most:.2f} of the tolerance")
+    return not wrong
+
+
+def parts_call(
+    session: Session, cases: list[Any], variant: Variant, pdl: bool
+) -> Callable[[int], None]:
+    """A layer's step apart: convolution, delta rule, norm, on the tensors of the fused one."""
+    c = cases[0].contract
+    part = {p.name: session.store.load([s])[s.key] for p, s in (
+        (p, object_spec(p, Contract(), p.variant(layer_parts.Knobs(pdl)), session.device))
+        for p in (layer_parts.CONV, layer_parts.NORM)
+    )}  # fmt: skip
+    rule = session.function(plain_of(c), variant)
+    o = torch.empty_like(cases[0].output)
+    y = None if c.conv == "none" else torch.empty_like(cases[0].mixed_qkv)
+    rules = []
+    for case in cases:
+        inputs = {"output": o}
+        if y is not None:
+            inputs["mixed_qkv"] = y
+        inner = case.with_inputs(**inputs)
+        rules.append(inner.arguments()[:22])
+
+    def call(layer: int) -> None:
+        case = cases[layer]
+        if y is not None:
+            part["part_conv"](
+                case.mixed_qkv,
+                case.conv_state,
+                case.conv_weight,
+                case.conv_position,
+                case.read_index,
+                y,
+            )
+        rule(*rules[layer])
+        part["part_norm"](o, case.output_gate, case.norm_weight, case.output, case.norm_eps)
+
+    return call
+
+
+def agrees(session: Session, c: Contract, runtime: Runtime) -> float:
+    """The largest difference between the parts apart and the truth, of the output's scale: the parts
+    that are timed must compute the same.
+    """
+    problem = Problem(c, 4, 16, 64)
+    case = make_case(problem, "cuda", 0)
+    truth = Truth(case.clone())
+    variant = apart(c, runtime)[0][1]
+    parts_call(session, [case], variant, False)(0)
+    part = truth.parts[0]
+    got = case.output.flatten(0, 1)[part.places].double()
+    return float((got - part.want).abs().max() / part.want.abs().max())
+
+
+def time_all(every: bool, sizes: list[int], rounds: int) -> None:
+    """One table a number of heads and contract."""
+    session = session_of("chain")
+    runtime = Runtime(session.device, session.store)
+    for c in TIMED.values():
+        print(
+            f"{c.key()}: parts apart differ by {agrees(session, c, runtime):.2g} of the largest output"
+        )
+    for H, HV in HEADS:
+        for name, c in TIMED.items():
+            print(
+                f"\n{name}, H={H}, HV={HV}, {session.device.name}: us a layer, in brackets with dependent launch\n"
+            )
+            print("| B | delta alone | apart | fused | fused / apart | fused's variants |")
+            print("| ---: | ---: | ---: | ---: | ---: | --- |", flush=True)
+            for B in sizes:
+                one_row(session, runtime, Problem(c, B, H, HV), every, rounds)
+
+
+def one_row(session: Session, runtime: Runtime, problem: Problem, every: bool, rounds: int) -> None:
+    """A batch size's times."""
+    c = problem.contract
+    variants = tried(c, session.device, every)
+    session.load(c, variants)
+    calls = session.calls(problem, "decode", variants)
+    screened = session.timer.measure(calls.calls, SCREEN)
+    calls.restore()
+    order = sorted(range(len(variants)), key=lambda i: summary(screened[i]).median_us)
+    last = [
+        i
+        for pdl in (False, True)
+        for i in [i for i in order if (variants[i].knobs["pdl"] != "none") is pdl][:FINALISTS]
+    ]
+    chosen = [v for first, v in apart(c, runtime) if first <= problem.work_units][-1]
+    inner = [case.arguments()[:22] for case in calls.cases]
+    # on what the convolution leaves and on what it takes the delta rule's time is the same
+    rules = [session.function(plain_of(c), v) for v in (chosen, with_pdl(chosen))]
+    alone = [lambda layer, rule=rule: rule(*inner[layer]) for rule in rules]
+    threes = [
+        parts_call(session, calls.cases, v, pdl)
+        for v, pdl in ((chosen, False), (with_pdl(chosen), True))
+    ]
+    timed = session.timer.measure([*alone, *threes, *(calls.calls[i] for i in last)], rounds)
+    calls.restore()
+    times = [summary(x).median_us for x in timed]
+    fused = {}
+    for i, us in zip(last, times[4:], strict=True):
+        pdl = variants[i].knobs["pdl"] != "none"
+        fused[pdl] = min(fused.get(pdl, (us, variants[i].id)), (us, variants[i].id))
+    (plain, first), (late, second) = fused[False], fused[True]
+    print(
+        f"| {problem.B} | {times[0]:.2f} ({times[1]:.2f}) | {times[2]:.2f} ({times[3]:.2f}) | {plain:.2f} ({late:.2f}) |"
+        f" {plain / times[2]:.2f} ({late / times[3]:.2f}) | {first}, {second} |",
+        flush=True,
+    )
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("compile", "check", "time"))
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--random", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sizes", default="1,4,16,64,256")
+    parser.add_argument("--rounds", type=int, default=60)
+    given = parser.parse_args()
+    if given.what == "compile":
+        if given.folder is None:
+            parser.error("compile: expected a folder for the bundle")
+        compile_all(given.folder, given.gpu, given.all)
+    elif given.what == "check":
+        sys.exit(0 if check(given.all, given.random, given.seed) else 1)
+    else:
+        time_all(given.all, [int(n) for n in given.sizes.split(",")], given.rounds)
+
+
+if __name__ == "__main__":
+    main()
