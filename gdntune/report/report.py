@@ -18,7 +18,7 @@ from gdntune.report.sections import Letters, bases, document, of_contract, of_ru
 from gdntune.results.baseline import Baseline, add_baseline
 from gdntune.results.frame import frame
 from gdntune.results.journal import Check, uncollected
-from gdntune.results.published import Published
+from gdntune.results.published import PREFIX, Published
 from gdntune.results.samples import LoadedRun, load
 
 if TYPE_CHECKING:
@@ -70,7 +70,10 @@ class Report:
             for p in self.publications
             for s in against.sections(self.sources, self._shown, p, self.baseline)
         ]
-        return document(self.sources, self._shown, letters, more, self.baseline)
+        options = [w for p in self.publications for w in ("--against", f"{PREFIX}{p.name}")]
+        if self.baseline:
+            options += ["--baseline", self.baseline.name]
+        return document(self.sources, self._shown, letters, more, self.baseline, options)
 
     def peers(self) -> list[dict[str, Any]]:
         """How our choices compare with each peer, as plain values: one a sweep and peer that was

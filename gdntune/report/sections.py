@@ -87,9 +87,10 @@ def document(
     letters: "Letters",
     more: Sequence[Section] = (),
     baseline: Baseline | None = None,
+    options: Sequence[str] = (),
 ) -> Document:
     """The whole report. letters: filled with the variants that its tables name. more: sections
-    after the contracts'.
+    after the contracts'. options: what the command said beside the runs.
     """
     chosen = frame[frame["chosen"]]
     sections = [Section("Summary", tuple(_summary(sources, frame, chosen, baseline)))]
@@ -131,7 +132,7 @@ def document(
     for source in sources:
         title = f"Environment of {source.name}" if len(sources) > 1 else "Environment"
         sections.append(Section(title, tuple(_environment(source)), detail=True))
-    sections.append(Section("How to reproduce", tuple(_reproduce(sources)), detail=True))
+    sections.append(Section("How to reproduce", tuple(_reproduce(sources, options)), detail=True))
     names = dict.fromkeys(s.name for s in sources)
     return Document(f"gdntune report: {', '.join(names)}", tuple(s for s in sections if s.blocks))
 
@@ -581,7 +582,7 @@ def _card_rows(run: Run) -> Iterator[tuple[str, str]]:
         yield "GPU", ", ".join([card.uuid or "unknown", *said])
 
 
-def _reproduce(sources: Sequence[LoadedRun]) -> Iterator[Block]:
+def _reproduce(sources: Sequence[LoadedRun], options: Sequence[str]) -> Iterator[Block]:
     commands = list(
         dict.fromkeys(
             s.run.command or f"gdntune sweep configs/{s.run.config}.yaml" for s in sources
@@ -592,10 +593,13 @@ def _reproduce(sources: Sequence[LoadedRun]) -> Iterator[Block]:
         " goes on, so name a new one throughout):"
     )
     folders = " ".join(dict.fromkeys(map(_folder, sources)))
-    regret = "".join(
-        f" --regret {r:g}" for r in dict.fromkeys(s.regret for s in sources) if r is not None
-    )
-    yield Code("\n".join([*commands, f"gdntune report {folders}{regret} --format md"]))
+    regrets = dict.fromkeys(s.regret for s in sources if s.regret is not None)
+    words = [
+        *(f"--regret {r:g}" for r in regrets),
+        *(shlex.quote(word) for word in options),
+        "--format md",
+    ]
+    yield Code("\n".join([*commands, f"gdntune report {folders} {' '.join(words)}"]))
 
 
 def _folder(source: LoadedRun) -> str:

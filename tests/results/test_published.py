@@ -160,6 +160,9 @@ def test_the_printed_tables_with_speed_ups(tmp_path):
         records += [*trials, *([peer] if contract.tokens < 8 else []), closing]
     folder = synthetic.write(tmp_path, header, records)
     made = report([folder], [published(PR)], synthetic.VARIANTS[1].id)
+    # Fault: the command to reproduce was the report without them.
+    options = f"--against {PR} --baseline {synthetic.VARIANTS[1].id}"
+    assert f"{options} --format md\n```" in made.markdown()
     found = tables(made.markdown())
     names = [
         "Speed-up over FlashInfer in this run",
