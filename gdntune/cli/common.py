@@ -4,7 +4,9 @@ only.
 
 import errno
 import functools
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -311,6 +313,23 @@ def terminal() -> "Console":
 
     # Rich takes 80 columns where there is no terminal, and our tables are made for a page.
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+
+def print_hanging(text: str, indent: int) -> None:
+    """A line on standard output. In a terminal that it is too long for, further lines are indented;
+    where there is no terminal, it stays one.
+    """
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        text = textwrap.fill(
+            text,
+            width,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+        )
+    typer.echo(text)
 
 
 def print_page(document: "Document", *, details: bool = False) -> None:

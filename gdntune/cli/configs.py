@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from gdntune.cli.common import AsJson, Program, print_json, refusing, shipped_configs
+from gdntune.cli.common import AsJson, Program, print_hanging, print_json, refusing, shipped_configs
 from gdntune.errors import ConfigError, UnsupportedProblem
 
 configs = Program()
@@ -32,7 +32,7 @@ def configs_(as_json: AsJson = False) -> None:
         return
     width = max(len(str(row["name"])) for row in rows)
     for row in rows:
-        typer.echo(f"{row['name']:{width}}  {row['about']}")
+        print_hanging(f"{row['name']:{width}}  {row['about']}", width + 2)
     typer.echo("\ngdntune config show NAME prints one; -o FILE keeps it, to be changed")
 
 

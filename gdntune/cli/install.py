@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from gdntune.cli.common import AsJson, io_fault, print_json, refusing
+from gdntune.cli.common import AsJson, io_fault, print_hanging, print_json, refusing
 from gdntune.errors import TableError, ToolMissing, UnsupportedProblem, listed
 
 
@@ -87,9 +87,9 @@ def table_which(
     typer.echo(f"{device.name}: {device.arch}, {device.sm_count} {units}")
     for row in rows:
         typer.echo(f"  {row['op']}: {row['table'] or 'none'}")
-        typer.echo(f"    {row['why']}")
+        print_hanging(f"    {row['why']}", 4)
         for warning in row["warnings"]:
-            typer.echo(f"    WARNING: {warning}")
+            print_hanging(f"    WARNING: {warning}", 6)
 
 
 def _which(op: str, device: Any, source: Any) -> dict[str, Any]:

@@ -91,9 +91,12 @@ def _fits_nothing(pattern: str, names: Sequence[str]) -> str:
     if inside:
         do = f"a pattern fits whole ids: '*{pattern}*' fits {inside}"
     else:
-        part = sorted({part for name in names for part in name.split(".")[1:]})
-        near = difflib.get_close_matches(pattern.strip("*."), part, n=3, cutoff=0.5)
-        patterns = " or ".join(f"'*.{p}*'" for p in near) or "one such as '*.tv8.*'"
+        fitting: dict[str, str] = {}
+        for name in sorted(names):
+            kernel, *parts = name.split(".")
+            fitting |= {kernel: f"'{kernel}*'", **{part: f"'*.{part}*'" for part in parts}}
+        near = difflib.get_close_matches(pattern.strip("*."), fitting, n=3, cutoff=0.5)
+        patterns = " or ".join(fitting[word] for word in near) or "one such as '*.tv8.*'"
         do = f"give {patterns}, of ids such as {', '.join(sorted(names)[:3])}"
     return f"without-variants {pattern!r} fits none of the {len(names)} variants timed: {do}"
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import platformdirs
@@ -13,7 +14,9 @@ from typer.testing import CliRunner
 from gdntune import search
 from gdntune.cli.app import app
 from gdntune.cli.common import target_of
+from gdntune.cli.configs import configs_
 from gdntune.cli.doctor import put_to_use
+from gdntune.cli.install import table_which
 from gdntune.device import gpus
 from gdntune.errors import UnknownName
 
@@ -139,6 +142,24 @@ def test_help_reflows():
     text = [line.strip() for line in shown.split("Arguments")[0].splitlines()]
     words = [line for line in text if line and not line.startswith("Usage")]
     assert words and all(len(line) > 50 for line in words[:1] + words[2:3]), words
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_long_lines_hang(monkeypatch, capsys, is_terminal):
+    """Fault: warnings of `table which` and descriptions of `configs` ran over the edge of a terminal
+    and went on at its first column. Piped, a line stays one.
+    """
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    configs_(as_json=False)
+    table_which(gpu="L40S", as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert ("qwen3.5-397b-a17b    Qwen3.5-397B-A17B, gated delta rule decode, T=1 to 8") in lines
+    if is_terminal:
+        assert max(len(line) for line in lines if "/" not in line) <= 80
+        assert " " * 21 + "them" in lines
+    else:
+        assert sum(line.startswith("    WARNING: ") for line in lines) == 6 and " them" not in lines
 
 
 def commands(command, path=()):

@@ -117,6 +117,7 @@ def test_replay_with_other_settings(tmp_path):
     [
         ("tv16", r"a pattern fits whole ids: '\*tv16\*' fits 2"),
         ("tv61", r"'tv61' fits none of the 4 variants timed: give .*'\*\.tv16\*'.* of ids such as recurrent\.tv16"),
+        ("recurent*", r"fits none of the 4 variants timed: give 'recurrent\*'"),
         ("zz", r"give one such as '\*\.tv8\.\*', of ids such as recurrent\.tv16"),
         ("recurrent.*", "these leave none of 4 variants to choose from; leave fewer out"),
     ],
