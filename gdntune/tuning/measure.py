@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 from gdntune import sol
+from gdntune.device import graphs
 from gdntune.device.arch import Clocks, clocks, settled, shift, slowdown, throttled
 from gdntune.errors import MeasurementError
 from gdntune.kernels.spec import FLOORS, Variant, floor_name
@@ -137,7 +138,11 @@ def time_cell(
         made = session.calls(problem, "decode", decode, packed=packed, seed=seed)
         # The decode role first: under `chain` the floors are timed among its layers.
         floor_calls = session.calls(problem, "floor", floors, seed=seed).calls if floors else []
-        bound = probe.bind(entries, made)
+        # On a GPU; a chain is one graph as it is.
+        alone = session.timer.policy.timer in ("cupti", "events")
+        behind = any(probe.role(named) == "partner" for named in entries)
+        recorder = graphs.GraphRecorder() if alone and behind else None
+        bound = probe.bind(entries, made, recorder)
         cycles = [1] * (len(decode) + len(floors)) + bound.cycles
         return CellTensors(made, [*made.calls, *floor_calls, *bound.calls], cycles)
 

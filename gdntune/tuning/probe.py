@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from gdntune import peers
 from gdntune.checking.cases import Case
 from gdntune.checking.check import Verdict
+from gdntune.device.graphs import Recorder
 from gdntune.errors import CheckFailed
 from gdntune.kernels.spec import Variant
 from gdntune.peers.compare import Expected
@@ -89,13 +90,14 @@ class BoundEntries(NamedTuple):
     cycles: list[int]
 
 
-def bind(entries: Sequence[Named], calls: Calls) -> BoundEntries:
+def bind(entries: Sequence[Named], calls: Calls, recorder: Recorder | None = None) -> BoundEntries:
     """Entries on a cell's tensors, each on every case that ours are called on: as ours, on other
     slots each turn under `rotate`, in each layer under `chain`.
 
     Where there are several cases, each is called once, so that a graph captures none of a library's
     first calls; a cycle's steps are then spread over them, and each sample is of all of them. An
-    entry that follows ours is called behind the first of `calls`.
+    entry that follows ours is called behind the first of `calls`; by the recorder from a CUDA graph,
+    as an engine would: launched one by one, its time would have the host's between the two.
     """
     found: list[Callable[[int], Any]] = []
     cycles: list[int] = []
@@ -107,7 +109,12 @@ def bind(entries: Sequence[Named], calls: Calls) -> BoundEntries:
         if several:
             for call in made:
                 call()
-        found.append(partial(_turn, made, calls.calls[0] if entry.follows_ours else None))
+        turn: Callable[[int], Any] = partial(_turn, made, None)
+        if entry.follows_ours:
+            turn = partial(_turn, made, calls.calls[0])
+            if recorder is not None:
+                turn = _replayed(turn, len(made), recorder)
+        found.append(turn)
         cycles.append(1 if several and bound[0].steps else bound[0].cycle)
     return BoundEntries(found, cycles)
 
@@ -116,6 +123,18 @@ def _turn(calls: Sequence[Callable[[], Any]], ours: Callable[[int], Any] | None,
     if ours is not None:
         ours(turn)
     calls[turn % len(calls)]()
+
+
+def _replayed(call: Callable[[int], Any], turns: int, recorder: Recorder) -> Callable[[int], Any]:
+    """A call of several kernels as one graph a turn."""
+    for i in range(turns):
+        call(i)
+    replays = recorder.record([partial(call, i) for i in range(turns)])
+
+    def replay(turn: int) -> None:
+        replays[turn % turns]()
+
+    return replay
 
 
 def packed(entries: Sequence[Named]) -> bool:

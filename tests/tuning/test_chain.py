@@ -112,6 +112,22 @@ def test_the_producer_writes_packed_rows_too(contract):
     assert Chain(Problem(contract, 5, 1, 3), "cpu", 2).cases[0].mixed is None
 
 
+class Recorded:
+    """A recorder that says which of its recordings were replayed."""
+
+    def __init__(self):
+        self.replayed = []
+
+    def record(self, works):
+        """What calls each and says so."""
+
+        def replay(i, work):
+            self.replayed.append(i)
+            work()
+
+        return [partial(replay, i, work) for i, work in enumerate(works)]
+
+
 def test_entries_of_peers_in_layers(monkeypatch):
     """Each layer has its own call, all of them made once beforehand; a ring's steps are spread over
     the layers, so that one sample is of a whole cycle; an entry behind ours comes after it.
@@ -141,6 +157,13 @@ def test_entries_of_peers_in_layers(monkeypatch):
             call(layer)
     assert log == [("ring", 1, 1), ("ours", 1), ("after", 1, "next"),
                    ("ring", 2, 0), ("ours", 2), ("after", 2, "next")]  # fmt: skip
+    log.clear()
+    # Fault: the two launches of an entry behind ours were timed with up to 400 us of the host between.
+    graphs = Recorded()
+    (after,) = probe.bind(named[1:], Calls([ours], cases[:2], None), graphs).calls
+    log.clear()
+    after(3)
+    assert graphs.replayed == [1] and log == [("ours", 1), ("after", 1, "next")]
     # one case: its calls go on from step to step
     assert probe.bind(named[:1], Calls([ours], cases[:1], None)).cycles == [2]
 
