@@ -16,12 +16,15 @@ from gdntune.results.samples import LoadedRun, load
 if TYPE_CHECKING:
     import pandas as pd
 
-HEADLINE = "H100"
+HEADLINE = "H200"
 GPUS = {"H100": "nvidia-h100-80gb-hbm3", "H200": "nvidia-h200"}
 MODELS = ("qwen3.5-397b-a17b", "kimi-linear-48b-a3b")
 PEERS = {"flashinfer": "FlashInfer", "sglang": "SGLang", "vllm": "vLLM", "fla": "fla"}
-# Journals of a folder: ours beside other libraries', alone and in a chain of layers.
-ALONE, CHAIN = "bench-peers.jsonl.xz", "bench-chain.jsonl.xz"
+# Journals of a folder: ours beside other libraries', alone, alone by the calls that their engines
+# make today, and in a chain of layers.
+ALONE, AS_CALLED = "bench-peers.jsonl.xz", "bench-peers.as-called.jsonl.xz"
+CHAIN = "bench-chain.jsonl.xz"
+WHERE = {ALONE: "alone", AS_CALLED: "as engines call it", CHAIN: "in a chain"}
 # What a choice may lose in the shipped tables, as tables/README.md says; journals have the sweeps'.
 REGRET = 0.005
 BATCHES = (1, 16, 64, 256, 512)
@@ -38,7 +41,9 @@ _USUAL: dict[str, Any] = {
 
 
 class _Group(NamedTuple):
-    """A row of the table of peers: its words, and what its cells' contracts have."""
+    """A row of the table of peers: its words, `{T}` standing for the cells' T, and what its cells'
+    contracts have.
+    """
 
     words: str
     fields: dict[str, Any]
@@ -54,23 +59,23 @@ _GDN, _KDA = "gdn_decode", "kda_decode"
 _DENSE = {"mode": "frozen", "intermediate": "dense"}
 _SLOTS = {"mode": "frozen", "intermediate": "slots", "accepted": True, "ragged": True}
 GROUPS = (
-    _group("GDN T=1, bf16 state", _GDN, "bf16"),
-    _group("GDN T=1, fp32 state", _GDN, "fp32"),
-    _group("GDN T=1, bf16, states in order", _GDN, "bf16", pool=False),
-    _group("GDN T=1, fp32, states in order", _GDN, "fp32", pool=False),
-    _group("GDN T=1, fp32, states in order, V-last", _GDN, "fp32", pool=False, layout="v_last"),
-    _group("GDN T=2 to 8, bf16, final state", _GDN, "bf16", _SEVERAL),
-    _group("GDN T=2 to 8, fp32, final state", _GDN, "fp32", _SEVERAL),
-    _group("GDN T=2, 4, 8, fp32, final state, states in order", _GDN, "fp32", _SEVERAL, pool=False),
-    _group("GDN T=2 to 8, bf16, intermediate states", _GDN, "bf16", _SEVERAL, **_DENSE),
-    _group("GDN T=2 to 8, fp32, intermediate states", _GDN, "fp32", _SEVERAL, **_DENSE),
-    _group("GDN T=4 and 8, bf16, outputs alone", _GDN, "bf16", _SEVERAL, mode="frozen"),
-    _group("KDA T=1, bf16 state", _KDA, "bf16"),
-    _group("KDA T=1, fp32 state", _KDA, "fp32"),
-    _group("KDA T=1, bf16, states in order", _KDA, "bf16", pool=False),
-    _group("KDA T=1, fp32, states in order", _KDA, "fp32", pool=False),
+    _group("GDN {T}, bf16 state", _GDN, "bf16"),
+    _group("GDN {T}, fp32 state", _GDN, "fp32"),
+    _group("GDN {T}, bf16, states in order", _GDN, "bf16", pool=False),
+    _group("GDN {T}, fp32, states in order", _GDN, "fp32", pool=False),
+    _group("GDN {T}, fp32, states in order, V-last", _GDN, "fp32", pool=False, layout="v_last"),
+    _group("GDN {T}, bf16, final state", _GDN, "bf16", _SEVERAL),
+    _group("GDN {T}, fp32, final state", _GDN, "fp32", _SEVERAL),
+    _group("GDN {T}, fp32, final state, states in order", _GDN, "fp32", _SEVERAL, pool=False),
+    _group("GDN {T}, bf16, intermediate states", _GDN, "bf16", _SEVERAL, **_DENSE),
+    _group("GDN {T}, fp32, intermediate states", _GDN, "fp32", _SEVERAL, **_DENSE),
+    _group("GDN {T}, bf16, outputs alone", _GDN, "bf16", _SEVERAL, mode="frozen"),
+    _group("KDA {T}, bf16 state", _KDA, "bf16"),
+    _group("KDA {T}, fp32 state", _KDA, "fp32"),
+    _group("KDA {T}, bf16, states in order", _KDA, "bf16", pool=False),
+    _group("KDA {T}, fp32, states in order", _KDA, "fp32", pool=False),
     _group(
-        "KDA T=4, bf16, a slot a token",
+        "KDA {T}, bf16, a slot a token",
         _KDA,
         "bf16",
         _SEVERAL,
@@ -78,16 +83,16 @@ GROUPS = (
         intermediate="slots",
         accepted=None,
     ),
-    _group("KDA T=4 and 8, bf16, outputs alone", _KDA, "bf16", _SEVERAL, mode="frozen"),
-    _group("GDN T=2, 4, 8, bf16, a slot a token", _GDN, "bf16", _SEVERAL, **_SLOTS),
-    _group("GDN T=2, 4, 8, fp32, a slot a token", _GDN, "fp32", _SEVERAL, **_SLOTS),
+    _group("KDA {T}, bf16, outputs alone", _KDA, "bf16", _SEVERAL, mode="frozen"),
+    _group("GDN {T}, bf16, a slot a token", _GDN, "bf16", _SEVERAL, **_SLOTS),
+    _group("GDN {T}, fp32, a slot a token", _GDN, "fp32", _SEVERAL, **_SLOTS),
 )
 
 # Words, op, state, HV, and the batches shown.
 README_ROWS = (
-    ("GDN, bf16 state", _GDN, "bf16", 64, (1, 64, 512)),
+    ("GDN, bf16 state", _GDN, "bf16", 64, (1, 64)),
     ("GDN, fp32 state", _GDN, "fp32", 64, (64, 512)),
-    ("KDA, bf16 state", _KDA, "bf16", 32, (64,)),
+    ("KDA, bf16 state", _KDA, "bf16", 32, (1,)),
 )
 
 
@@ -99,18 +104,20 @@ def tables(results: Path) -> Iterator[str]:
     for gpu, folder in GPUS.items():
         paths = [results / folder / f"{model}.jsonl.xz" for model in MODELS]
         yield times(gpu, frame(load(paths, REGRET)))
-    alone, chains = (
+    alone, called, chains = (
         {
             gpu: _Bench(run := load([results / folder / name])[0], frame([run]))
             for gpu, folder in GPUS.items()
             if (results / folder / name).exists()
         }
-        for name in (ALONE, CHAIN)
+        for name in (ALONE, AS_CALLED, CHAIN)
     )
     yield beside_others(alone)
+    if called:
+        yield beside_others(called, "as engines call them")
     if chains:
         yield beside_others(chains, "in a chain of layers")
-    yield readme(alone[HEADLINE], chains.get(HEADLINE))
+    yield readme(called[HEADLINE], chains[HEADLINE])
 
 
 class _Bench(NamedTuple):
@@ -134,7 +141,7 @@ def behind(results: Path) -> Iterator[str]:
     """The cells at which another library is faster, a line a library and kind of contract: what
     README's limits list.
     """
-    for (gpu, folder), name in itertools.product(GPUS.items(), (ALONE, CHAIN)):
+    for (gpu, folder), name in itertools.product(GPUS.items(), WHERE):
         path = results / folder / name
         if not path.exists():
             continue
@@ -147,8 +154,7 @@ def behind(results: Path) -> Iterator[str]:
                 cells = ", ".join(
                     f"B={r['B']}, HV={r['HV']}: {r['chosen_speedup']:.2f}" for r in its
                 )
-                where = "in a chain" if name == CHAIN else "alone"
-                yield f"{label(kernel, run.records)}, {gpu}, {where}: {words}: {cells}"
+                yield f"{label(kernel, run.records)}, {gpu}, {WHERE[name]}: {words}: {cells}"
 
 
 def times(gpu: str, found: "pd.DataFrame") -> str:
@@ -185,28 +191,42 @@ def beside_others(found: dict[str, _Bench], corner: str = "") -> str:
             name = [*([] if n else [words]), *([versions[gpu]] if differ else [])]
             headers.append(", ".join([*([" ".join(name)] if name else []), gpu]))
             columns.append(its)
-    rows = [[g.words, *(_over(_of_group(its, g)) for its in columns)] for g in GROUPS]
-    return _markdown(headers, [row for row in rows if any(row[1:])])
+    rows = []
+    for group in GROUPS:
+        cells = [_of_group(its, group) for its in columns]
+        if tokens := sorted({int(t) for its in cells for t in its["tokens"]}):
+            words = group.words.replace("{T}", _tokens(tokens))
+            rows.append([words, *map(_over, cells)])
+    return _markdown(headers, rows)
 
 
-def readme(alone: _Bench, chain: _Bench | None) -> str:
-    """Medians at T=1 beside other libraries, states in a pool; bold: theirs is the smaller one. In
-    brackets what a call costs in a chain of layers, where that was timed.
+def _tokens(tokens: Sequence[int]) -> str:
+    """T=4, T=2 to 8, or T=2, 4, 8."""
+    first, last = tokens[0], tokens[-1]
+    if len(tokens) > 2 and list(tokens) == list(range(first, last + 1)):
+        return f"T={first} to {last}"
+    return (
+        f"T={' and '.join(map(str, tokens)) if len(tokens) == 2 else ', '.join(map(str, tokens))}"
+    )
+
+
+def readme(alone: _Bench, chain: _Bench) -> str:
+    """Medians at T=1 beside other libraries, states in a pool, and in brackets what a call costs in
+    a chain of layers; a dash where one of the two was not timed. Bold: theirs is the smaller one.
     """
-    ours, theirs = _at_one_token(alone.rows)
-    in_chain = ({}, {}) if chain is None else _at_one_token(chain.rows)
-    shown = [peer for peer in PEERS if peer != "fla" and any(key[0] == peer for key in theirs)]
+    found = [_at_one_token(bench.rows) for bench in (alone, chain)]
+    shown = [p for p in PEERS if p != "fla" and any(key[0] == p for _, its in found for key in its)]
     rows, before = [], ""
     for words, op, state, HV, batches in README_ROWS:
         for B in batches:
             place = op, state, B, HV
-            mine, chained = ours[place], in_chain[0].get(place)
-            cells = [_both(_us(mine), chained and _us(chained))]
-            cells.append(f"{mine['over_floor']:.2f}")
+            mine = [ours.get(place) for ours, _ in found]
+            cells = [_both(*(m and _us(m) for m in mine))]
+            cells.append(f"{mine[0]['over_floor']:.2f}" if mine[0] else "")
             for peer in shown:
-                its, later = theirs.get((peer, *place)), in_chain[1].get((peer, *place))
-                said = later and chained and _beside(chained, later)
-                cells.append("" if its is None else _both(_beside(mine, its), said))
+                its = [theirs.get((peer, *place)) for _, theirs in found]
+                said = [m and i and _beside(m, i) for m, i in zip(mine, its, strict=True)]
+                cells.append(_both(*said))
             rows.append(["" if words == before else words, str(B), *cells])
             before = words
     versions = [f"{PEERS[peer]} {alone.version(peer)}" for peer in shown]
@@ -226,8 +246,10 @@ def _place(cell: dict[Any, Any]) -> tuple[Any, ...]:
     return cell["op"], cell["state_dtype"], cell["B"], cell["HV"]
 
 
-def _both(alone: str, chained: str | None) -> str:
-    return f"{alone} ({chained})" if chained else alone
+def _both(alone: str | None, chained: str | None) -> str:
+    if not alone and not chained:
+        return ""
+    return f"{alone or '-'} ({chained or '-'})"
 
 
 def _mark(cell: dict[Any, Any]) -> str:

@@ -96,8 +96,8 @@ def bind(entries: Sequence[Named], calls: Calls, recorder: Recorder | None = Non
 
     Where there are several cases, each is called once, so that a graph captures none of a library's
     first calls; a cycle's steps are then spread over them, and each sample is of all of them. An
-    entry that follows ours is called behind the first of `calls`; by the recorder from a CUDA graph,
-    as an engine would: launched one by one, its time would have the host's between the two.
+    entry that follows ours is called behind the first of `calls`; with a recorder from a CUDA
+    graph, as an engine would: launched one by one, its time would have the host's between the two.
     """
     found: list[Callable[[int], Any]] = []
     cycles: list[int] = []
