@@ -2,12 +2,13 @@
 only.
 """
 
+import contextlib
 import errno
 import functools
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -313,6 +314,21 @@ def terminal() -> "Console":
 
     # Rich takes 80 columns where there is no terminal, and our tables are made for a page.
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+
+@contextlib.contextmanager
+def busy(doing: str) -> Iterator[None]:
+    """A sign of life while something takes seconds, where stderr is a terminal: to read a long
+    journal takes three, and its page as many more.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    # Of the spinners one that every encoding has.
+    with Console(stderr=True).status(doing, spinner="line"):
+        yield
 
 
 def print_hanging(text: str, indent: int) -> None:

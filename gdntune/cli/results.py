@@ -11,6 +11,7 @@ from gdntune.cli.common import (
     AsJson,
     Index,
     Program,
+    busy,
     print_json,
     print_page,
     refusing,
@@ -99,9 +100,9 @@ def report_(
             " leave them out"
         )
     chosen = _form(form, out, against, baseline)
-    made = report(
-        runs, [published(name) for name in dict.fromkeys(against or ())], baseline, regret
-    )
+    others = [published(name) for name in dict.fromkeys(against or ())]
+    with busy("reading"):
+        made = report(runs, others, baseline, regret)
     _refuse_empty(runs, made)
     if as_json:
         print_json(made.values())
@@ -116,7 +117,8 @@ def report_(
         # A page is of no use in a terminal.
         out = _beside(runs[0], ".html")
         typer.echo(f"{out}")
-    text = {"md": made.markdown, "csv": made.csv, "html": made.html}[chosen]()
+    with busy("writing"):
+        text = {"md": made.markdown, "csv": made.csv, "html": made.html}[chosen]()
     if out is None:
         typer.echo(text, nl=False)
     else:
@@ -327,12 +329,13 @@ def replay(
             f"{len(runs)} journals without --minimax: expected one RUN; for one table of several"
             " cards' journals, add --minimax"
         )
-    if several:
-        found = minimax(runs, regret)
-    else:
-        found = judge.replay(
-            runs[0], regret=regret, without=without or (), keep_default=keep_default
-        )
+    with busy("reading"):
+        if several:
+            found = minimax(runs, regret)
+        else:
+            found = judge.replay(
+                runs[0], regret=regret, without=without or (), keep_default=keep_default
+            )
     if out is not None:
         table.save(found.table, out)
     if as_json:
@@ -406,18 +409,20 @@ def judge_(
             " every-second or --share 0.25, or that of a sweep with held-out cells"
         )
     table.refuse_tables(paths[-1:])
-    run, records = journal.read(paths[-1])
+    with busy("reading"):
+        run, records = journal.read(paths[-1])
     if share is not None:
         cost = halving.cost(records, run, share)
         found, document = cost.table, judgements.cost_document(cost, str(paths[-1]))
         whole: Any = cost
     else:
-        if hold_out:
-            found = judge.hold_out_every_second(records, run)
-        elif len(paths) == 1:
-            found = judge.held_out(records, run)
-        else:
-            found = judge.judge(table.load(paths[0]), records, run, about=str(paths[0]))
+        with busy("judging"):
+            if hold_out:
+                found = judge.hold_out_every_second(records, run)
+            elif len(paths) == 1:
+                found = judge.held_out(records, run)
+            else:
+                found = judge.judge(table.load(paths[0]), records, run, about=str(paths[0]))
         document = judgements.judgement_document(found, str(paths[-1]))
         whole = found
     if as_json:
@@ -462,7 +467,8 @@ def compare_(
     from gdntune.results.table import refuse_tables
 
     refuse_tables([a, b])
-    found = compare.compare(a, b, variant)
+    with busy("reading"):
+        found = compare.compare(a, b, variant)
     if as_json:
         print_json(found)
     else:

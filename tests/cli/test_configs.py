@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from gdntune import search
 from gdntune.cli.app import app
-from gdntune.cli.common import target_of
+from gdntune.cli.common import busy, target_of
 from gdntune.cli.configs import configs_
 from gdntune.cli.doctor import put_to_use
 from gdntune.cli.install import table_which
@@ -160,6 +160,17 @@ def test_long_lines_hang(monkeypatch, capsys, is_terminal):
         assert " " * 21 + "them" in lines
     else:
         assert sum(line.startswith("    WARNING: ") for line in lines) == 6 and " them" not in lines
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_sign_of_life(monkeypatch, capsys, is_terminal):
+    """Fault: `gdntune report` of a long journal printed nothing for as long as it took."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    with busy("reading"):
+        pass
+    shown = capsys.readouterr()
+    assert shown.out == "" and ("reading" in shown.err) == is_terminal
 
 
 def commands(command, path=()):
