@@ -61,9 +61,10 @@ def choices_are_timed_once():
     """Sweeps of tests time their choices again only where a config asks for it."""
     from gdntune.tuning import cells
 
+    fresh_rounds = cells.fresh_rounds
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cells, "fresh_rounds", lambda search: search.fresh_rounds or 0)
-        yield
+        yield fresh_rounds
 
 
 @pytest.fixture(scope="session", autouse=True)

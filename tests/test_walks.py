@@ -63,7 +63,7 @@ def test_operator(walk):
     said = walk(WALKS / "operator.sh", "h20", "quickstart")
     assert "NVIDIA H20: sm_90a, 78 SMs" in said
     assert "WARNING: an SM has 2.0 times the DRAM bandwidth" in said
-    assert "quickstart on NVIDIA H20: 16 cells of 4 contracts" in said
+    assert "quickstart on NVIDIA H20: 12 cells of 4 contracts" in said
     assert "gdntune sweep quickstart --out results/mine" in said
 
 

@@ -254,16 +254,21 @@ def _connected() -> socket.socket:
     with FileLock(f"{place}.lock"):
         if not Path(place).exists():
             here = [str(Path(__file__).parent), *sys.path]
-            _STARTED.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", START, place, *here],
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
+            log = Path(f"{place}.log")
+            # Not this process's output: whoever reads that waits for its end.
+            with log.open("w") as said:
+                _STARTED.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", START, place, *here],
+                        stdin=subprocess.DEVNULL,
+                        stdout=said,
+                        stderr=said,
+                        start_new_session=True,
+                    )
                 )
-            )
             until = time.monotonic() + 600
             while not Path(place).exists():
-                assert _STARTED[-1].poll() is None, "the server of warm processes died"
+                assert _STARTED[-1].poll() is None, log.read_text()
                 assert time.monotonic() < until, "the server of warm processes does not start"
                 time.sleep(0.01)
     found.connect(place)

@@ -1,29 +1,42 @@
 """What a sweep will take, said before it starts: cells, variants, objects, minutes."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
 from gdntune import kernels, sol
 from gdntune.device.arch import Device, cpu_threads
-from gdntune.kernels.spec import Variant
+from gdntune.kernels.spec import Variant, floor_name
 from gdntune.objects.store import Store
 from gdntune.problem import Problem
-from gdntune.timing import L2
+from gdntune.timing import GRAPH_CALLS, L2, TURNS, flush_bytes
 from gdntune.tuning import cells
 from gdntune.tuning.config import Config
+from gdntune.tuning.measure import (
+    FIRST_LOOK_KEEPS,
+    FIRST_LOOK_ROUNDS,
+    FLOOR_LEADERS,
+    LEAST_KEPT,
+    LEAST_ROUNDS,
+    PACE_ROUNDS,
+)
 from gdntune.tuning.plan import sweep_plan
 
-# Seconds, by kind of device, on the machines of docs/measured.md: an object on one core; a check;
-# what a timing process takes to start; what a sample takes beside its call and its flush.
-_OBJECT_S = {"cuda": 0.6, "cpu": 0.6}
-_CHECK_S = {"cuda": 0.015, "cpu": 0.4}
-_START_S = {"cuda": 8.0, "cpu": 6.0}
-_SAMPLE_S = {"cuda": 60e-6, "cpu": 150e-6}
-# A cell's tensors, their fill, its records.
-_CELL_S = {"cuda": 0.06, "cpu": 0.5}
+# Seconds, by kind of device where they differ, on the machines of docs/measured.md. By role, an
+# object on one of the cores while all of them compile; a check; what the first process takes to
+# start and to say what it times by; what a sample takes beside its call and its flush; a cell's
+# tensors, their fill, its records.
+_OBJECT_S = {"decode": 1.5, "floor": 0.4}
+_CHECK_S = {"cuda": 0.015, "cpu": 0.05}
+_START_S = {"cuda": 8.0, "cpu": 5.0}
+_SAMPLE_S = {"cuda": 20e-6, "cpu": 150e-6}
+_CELL_S = {"cuda": 0.03, "cpu": 0.3}
 # GB/s where no datasheet says: of one CPU thread, and of all of them at most.
-_THREAD_GB_S, _HOST_GB_S = 4.0, 100.0
+_THREAD_GB_S, _HOST_GB_S = 10.0, 100.0
+# Of the cells that are timed again on a GPU the share whose noise asks for all the time there is; a
+# CPU's times spread by more than `precision` in all.
+_NOISY = {"cuda": 0.1, "cpu": 1.0}
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -69,21 +82,25 @@ def estimate(
     """
     plan = sweep_plan(config, device, l2=l2)
     objects = plan.objects()
-    missing = sum(store.find(spec) is None for spec, _ in objects)
+    missing = [spec for spec, _ in objects if store.find(spec) is None]
     problems = [*plan.problems, *cells.held_out(config, ())]
     kind = device.kind
     checks = sum(map(len, plan.tried.values()))
-    compiling = missing * _OBJECT_S[kind] / max(1, jobs or cpu_threads())
-    timing = sum(
-        cell_s(config, p, device, plan.tried[p.contract], plan.floors[p.contract]) for p in problems
-    )
-    seconds = compiling + _START_S[kind] + (checks * _CHECK_S[kind] + timing) / workers
+    compiling = sum(_OBJECT_S[kernels.get(spec.kernel).role] for spec in missing)
+    timing = 0.0
+    for p in problems:
+        tried = plan.tried[p.contract], plan.floors[p.contract]
+        timing += cell_s(config, p, device, *tried, plan.l2) + again_s(
+            config, p, device, *tried, plan.l2
+        )
+    seconds = compiling / max(1, min(jobs or cpu_threads(), len(missing)))
+    seconds += _START_S[kind] + _peaks_s(device) + (checks * _CHECK_S[kind] + timing) / workers
     return Estimate(
         len(problems),
         len(plan.tried),
         len({v.id for variants in plan.tried.values() for v in variants}),
         len(objects),
-        missing,
+        len(missing),
         round(seconds / 60, 2),
     )
 
@@ -94,17 +111,88 @@ def cell_s(
     device: Device,
     decode: Sequence[Variant],
     floors: Sequence[Variant],
+    l2: L2 | None = None,
 ) -> float:
-    """The seconds that a cell is expected to take, of these variants and floors."""
+    """The seconds that a cell is expected to take, of these variants and floors; as
+    `measure.time_cell` spends them.
+    """
     search = cells.effort(config, problem)
-    gb_s = device.peak_gb_s or min(_HOST_GB_S, _THREAD_GB_S * device.sm_count)
-    # Before each sample a buffer of twice the cache is read, see `timing.flush_bytes`.
-    flushed = 0 if config.policy.l2 == "warm" else 2 * max(device.l2_bytes, 32 << 20)
-    call = 1.3 * sol.bytes_moved(problem) / (gb_s * 1e9)
-    sample = call + flushed / (gb_s * 1e9) + _SAMPLE_S[device.kind]
-    tried = len(decode) + len(kernels.at(problem, device, floors))
-    # All take half of the screen's samples, the better third the rest
-    screened = tried * search.screen_rounds * 2 / 3
-    leaders = 2 * min(search.keep, len(decode))
-    spent = (screened + leaders * search.final_rounds) * sample
-    return _CELL_S[device.kind] + min(spent, search.max_cell_seconds)
+    forms = _forms(problem, device, floors)
+    tried = len(decode) + sum(forms)
+    first = min(search.screen_rounds, max(FIRST_LOOK_ROUNDS, -(-search.screen_rounds // 2)))
+    better = max(LEAST_KEPT, search.keep, len(decode) // FIRST_LOOK_KEEPS)
+    again = min(better, len(decode)) + sum(min(n, FLOOR_LEADERS) for n in forms)
+    screened = tried * first + again * (search.screen_rounds - first)
+    # The default rule's choice is seldom among the others.
+    leaders = min(search.keep + 1, len(decode)) + sum(min(n, FLOOR_LEADERS) for n in forms)
+    sample = _sample_s(config, problem, device, l2 or config.policy.l2)
+    spent = _timed_s(
+        screened * sample, leaders * sample, search.final_rounds, search.max_cell_seconds
+    )
+    return _CELL_S[device.kind] + spent
+
+
+def again_s(
+    config: Config,
+    problem: Problem,
+    device: Device,
+    decode: Sequence[Variant],
+    floors: Sequence[Variant],
+    l2: L2 | None = None,
+) -> float:
+    """The seconds that a cell is expected to take once more, after its choice was made: what the
+    choice is compared with, until the ratios to it are known.
+    """
+    search = cells.effort(config, problem)
+    rounds = cells.fresh_rounds(search)
+    if not rounds:
+        return 0.0
+    # The choice, which is mostly the best, the next best, the default rule's
+    few = min(1 + cells.RUNNERS_UP, len(decode))
+    few += sum(min(n, FLOOR_LEADERS) for n in _forms(problem, device, floors))
+    one_round = few * _sample_s(config, problem, device, l2 or config.policy.l2)
+    ends = min(search.max_cell_seconds, cells.FRESH_SECONDS)
+    spent = _timed_s(0.0, one_round, rounds, ends)
+    # Turns of rounds go on while another would end in time.
+    noisy = _NOISY[device.kind] * max(0.0, ends - spent) if search.precision else 0.0
+    return _CELL_S[device.kind] + spent + noisy
+
+
+def _forms(problem: Problem, device: Device, floors: Sequence[Variant]) -> list[int]:
+    """How many variants each form of the floor has at a cell: each is tuned by itself."""
+    return list(Counter(floor_name(v) for v in kernels.at(problem, device, floors)).values())
+
+
+def _timed_s(before: float, one_round: float, rounds: int, ends: float) -> float:
+    """Seconds of a cell that has as many rounds as fit before it ends, or the fewest that decide
+    anything.
+    """
+    before += (1 + PACE_ROUNDS) * one_round
+    fit = int(max(0.0, ends - before) / one_round)
+    return before + min(rounds, max(LEAST_ROUNDS, fit)) * one_round
+
+
+def _gb_s(device: Device) -> float:
+    return device.peak_gb_s or min(_HOST_GB_S, _THREAD_GB_S * device.sm_count)
+
+
+def _sample_s(config: Config, problem: Problem, device: Device, l2: L2) -> float:
+    """Seconds of one sample: its calls, and before each what the L2 policy does."""
+    call = (1.3 * sol.bytes_moved(problem) + flush_bytes(device, l2)) / (_gb_s(device) * 1e9)
+    if device.kind == "cuda" and l2 == "chain":
+        from gdntune.tuning.chain import layers_of
+
+        # A graph of all layers, and one of all that is around them.
+        return 2 * layers_of(problem, device) * (call + _SAMPLE_S["cuda"])
+    turns = TURNS if l2 == "rotate" else GRAPH_CALLS
+    return (turns if config.policy.timer == "graph" else 1) * call + _SAMPLE_S[device.kind]
+
+
+def _peaks_s(device: Device) -> float:
+    """Seconds in which `timing.measured_peaks` moves two buffers: filled, then read and written 11
+    times in each of two ways.
+    """
+    if device.kind == "cuda":
+        return 1.0
+    size = min(max(256 << 20, 8 * device.l2_bytes), max(1 << 20, device.memory_bytes // 8))
+    return (2 * 3 + 2 * 2 * 11) * size / (_gb_s(device) * 1e9)

@@ -40,7 +40,7 @@ from gdntune.timing import Policy
 from gdntune.tuning import attempts, cells, notes
 from gdntune.tuning.attempts import CellJob
 from gdntune.tuning.cells import Again
-from gdntune.tuning.estimate import cell_s
+from gdntune.tuning.estimate import again_s, cell_s
 from gdntune.tuning.executors import Worker
 from gdntune.tuning.header import resolved, run_header
 from gdntune.tuning.plan import Choices, Plan, Usable, chosen_by
@@ -269,7 +269,8 @@ class _Run:
         while todo:
             out, hot = self._out(), list[Cell]()
             # A cell of 256 requests takes a hundred times one of a single request.
-            work = {p: self._expected_s(p, usable) for p in todo}
+            expected = cell_s if again is None else again_s
+            work = {p: self._expected_s(p, usable, expected) for p in todo}
             self.progress.start(label, len(todo), sum(work.values()))
             for records in self.team.share(jobs(todo), self._fit):
                 contract = records[-1].problem.contract
@@ -285,9 +286,11 @@ class _Run:
             todo = [r.problem for r in hot if r.timed_on in self._out() - out]
         return usable
 
-    def _expected_s(self, problem: Problem, usable: Usable) -> float:
+    def _expected_s(
+        self, problem: Problem, usable: Usable, expected: Callable[..., float]
+    ) -> float:
         c, plan = problem.contract, self.plan
-        return cell_s(plan.config, problem, plan.device, usable.tried[c], plan.floors[c])
+        return expected(plan.config, problem, plan.device, usable.tried[c], plan.floors[c], plan.l2)
 
     def _fit(self, worker: Worker) -> bool:
         return self.throttling.fit(worker.name if self.team.several else msgspec.UNSET)
