@@ -49,6 +49,9 @@ from gdntune.errors import UnsupportedProblem, no_folder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.console import Console
+    from rich.text import Text
+
     from gdntune.device.arch import Device
     from gdntune.objects.build import Built
     from gdntune.objects.store import ObjectSpec
@@ -204,7 +207,7 @@ def sweep(
     else:
         _print_summary(made, outcome.notes, folder, files)
         if outcome.table is not None:
-            _print_use(outcome.table, found, folder)
+            _print_use(outcome.table, folder)
     if outcome.table is None:
         raise typer.Exit(FINDINGS)
 
@@ -321,16 +324,15 @@ def _written(folder: Path) -> tuple["Report", list[str], list[str]]:
     return made, [name for name in names if (folder / name).exists()], notes
 
 
-def _print_use(table: "Table", device: "Device", folder: Path) -> None:
+def _print_use(table: "Table", folder: Path) -> None:
     """Prints how a sweep's table is put to use; of one with noisy cells, why it should not be."""
     from gdntune.cli.doctor import put_to_use
     from gdntune.results.table import noise_words
 
-    ops = sorted({rule.when.op for rule in table.rules})
     if noise := noise_words(table.evidence):
         typer.echo(f"The table is marked: {noise}.", err=True)
     else:
-        typer.echo(f"To use the table, {put_to_use(device, folder / 'table.json', ops)}.")
+        typer.echo(f"To use the table, {put_to_use(folder / 'table.json')}.")
 
 
 def _print_summary(made: "Report", notes: list[str], folder: Path, files: list[str]) -> None:
@@ -625,14 +627,11 @@ def doctor(index: Index = 0, as_json: AsJson = False) -> None:
         console = terminal()
         for f in findings:
             colour = {"ok": "green", "note": "yellow", "hinders": "red"}[f.status]
-            console.print(
-                Text.assemble((f"{f.status:8}", colour), (f"{f.name:9}", "bold"), f.value),
-                soft_wrap=True,
-            )
+            head = Text.assemble((f"{f.status:8}", colour), (f"{f.name:9}", "bold"))
+            _print_beside(console, head, f.value)
             if f.status != "ok":
-                console.print(
-                    Text(f"{'':17}for: {f.meaning}\n{'':17}do:  {f.remedy}"), soft_wrap=True
-                )
+                _print_beside(console, Text(f"{'':17}for: "), f.meaning)
+                _print_beside(console, Text(f"{'':17}do:  "), f.remedy)
         bad = [f.name for f in findings if f.status == "hinders"]
         console.print(
             Text(
@@ -643,6 +642,21 @@ def doctor(index: Index = 0, as_json: AsJson = False) -> None:
         )
     if any(f.status == "hinders" for f in findings):
         raise typer.Exit(FINDINGS)
+
+
+def _print_beside(console: "Console", head: "Text", text: str) -> None:
+    """A text behind its head: in a terminal folded beside it, elsewhere on one line."""
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    if not sys.stdout.isatty():
+        console.print(Text.assemble(head, text), soft_wrap=True)
+        return
+    grid = Grid.grid()
+    grid.add_column(width=len(head))
+    grid.add_column()
+    grid.add_row(head, Text(text, overflow="fold"))
+    console.print(grid)
 
 
 app.add_typer(cli_results.results)

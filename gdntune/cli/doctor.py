@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -219,19 +219,13 @@ def _peers() -> list[Finding]:
     return found
 
 
-def put_to_use(device: arch.Device, path: Path | str, ops: Iterable[str]) -> str:
-    """What a user does so that the runtime chooses by a table of a device, in words. ops: those
-    that it has rules for.
-    """
-    names = " and ".join(f"{op}.json" for op in ops)
-    folder = dispatch.user_tables() / device.slug
-    # A user without a home has no such folder.
-    homeless = folder.is_relative_to(store.NOWHERE)
-    copy = "" if homeless else f"copy it as {names} into {folder}, or "
-    return (
-        f"{copy}set GDNTUNE_TABLE={shlex.quote(str(path))}, or call"
-        f" gdntune.load_table({str(path)!r})"
-    )
+def put_to_use(path: Path | str) -> str:
+    """What a user does so that the runtime chooses by a table, in words."""
+    quoted = shlex.quote(str(path))
+    # A user without a home has no folder to install into.
+    homeless = dispatch.user_tables().is_relative_to(store.NOWHERE)
+    install = "" if homeless else f"run `gdntune table install {quoted}`, or "
+    return f"{install}set GDNTUNE_TABLE={quoted}, or call gdntune.load_table({str(path)!r})"
 
 
 def _tables(index: int) -> list[Finding]:
@@ -259,9 +253,9 @@ def _tables(index: int) -> list[Finding]:
         found.append(Finding("tables", "note", f"none for {device.name}", meaning, remedy))
     for path in own:
         if path.stem not in GATES:
-            remedy = f"name it OP.json (OP: {ops})"
+            remedy = f"name it OP.json (OP: {ops}), or run `gdntune table install {path}`"
             found.append(Finding("table", "note", f"{path} is not looked for", meaning, remedy))
-    use = f"to use a sweep's table.json, {put_to_use(device, 'PATH', ['OP'])} (OP: {ops})"
+    use = f"to use a sweep's table.json, {put_to_use('PATH')}"
     return [
         *found,
         Finding("your own", "ok", use, "how the runtime comes to choose by a table of yours"),
