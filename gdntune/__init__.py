@@ -20,6 +20,7 @@ _PUBLIC = {
     "table_hash": "gdntune.runtime.loading",
     "check_ranks": "gdntune.runtime.loading",
     "explain": "gdntune.runtime.loading",
+    "served": "gdntune.engines.substitute",
     "tune": "gdntune.tuning.tune",
     "check_table": "gdntune.tuning.table_check",
     "RawWindow": "gdntune.runtime.drafts",

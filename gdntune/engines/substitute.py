@@ -1,5 +1,6 @@
 """Replacing a function of an engine by one of ours, and putting it back."""
 
+import atexit
 import functools
 import inspect
 import logging
@@ -36,12 +37,40 @@ class Counts:
         self.served = self.passed_on = 0
 
 
+# Of every function that was replaced in this process, also those that were put back since.
+_counted: list[tuple[str, Counts]] = []
+
+
+def served() -> dict[str, tuple[int, int]]:
+    """How many calls of each replaced function of an engine gdntune served in this process, and how
+    many went on to the engine's own, by the function's name.
+
+    A call that is captured in a CUDA graph, or traced by torch.compile, counts once, however often
+    it is replayed.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for name, counts in _counted:
+        ours, theirs = found.get(name, (0, 0))
+        found[name] = ours + counts.served, theirs + counts.passed_on
+    return found
+
+
+def _say_served() -> None:
+    for name, (ours, theirs) in served().items():
+        if ours or theirs:
+            _log.info("%s: %d calls served by gdntune, %d by the engine's own", name, ours, theirs)
+
+
+atexit.register(_say_served)
+
+
 def before(name: str, ours: Function, theirs: Function) -> Function:
     """`theirs` with `ours` before it: the same signature, and what ours does not serve goes on to
     theirs with one line of log for each reason. Its attribute `counts` tells the two apart.
     """
     refused: set[Any] = set()
     counts = Counts()
+    _counted.append((name, counts))
 
     @functools.wraps(theirs)
     def substitute(*args: Any, **kwargs: Any) -> Any:

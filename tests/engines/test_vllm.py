@@ -12,6 +12,7 @@ import stand_ins
 import theirs
 import torch
 
+import gdntune
 from gdntune.engines import late, substitute
 from gdntune.engines import vllm as ours
 from gdntune.errors import UnsupportedProblem
@@ -54,6 +55,19 @@ def test_calls_reach_ours_and_are_right(name, vllm):
     assert (theirs.CALLS[function], replaced.counts.served) == (1, 1)
     torch.testing.assert_close(output, expected[0].float(), atol=2e-6, rtol=2e-5)
     torch.testing.assert_close(state, expected[1], atol=2e-6, rtol=2e-5)
+
+
+def test_served_counts(vllm, caplog):
+    """What an operator reads: calls of each function that ours served, and those that went on."""
+    module, function, arguments = CASES[DIRECT[0]]
+    ours.enable()
+    name = f"vLLM's {function}"
+    before = gdntune.served().get(name, (0, 0))
+    getattr(vllm(module), function)(**arguments())
+    assert gdntune.served()[name] == (before[0] + 1, before[1])
+    with caplog.at_level("INFO", "gdntune.engines"):
+        substitute._say_served()
+    assert f"{name}: {before[0] + 1} calls served by gdntune" in caplog.text
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in DIRECT])
