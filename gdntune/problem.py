@@ -215,11 +215,15 @@ def _conv_fault(c: Contract) -> str | None:
         return None
     if not 2 <= c.conv_width <= 4:
         return f"conv_width={c.conv_width}: expected 2 to 4"
-    if c.tokens != 1 or c.ragged or c.intermediate != "none" or not c.pool:
+    if c.intermediate not in ("none", "slots") or not c.pool:
         return (
-            f"conv={c.conv!r} with tokens={c.tokens}, ragged={c.ragged},"
-            f" intermediate={c.intermediate!r}, pool={c.pool}: expected one token of a pool; for"
-            " more call the convolution apart, and the rest with conv='none'"
+            f"conv={c.conv!r} with intermediate={c.intermediate!r}, pool={c.pool}: its windows are"
+            " in the slots of a pool; expected pool=True and intermediate 'none' or 'slots'"
+        )
+    if c.conv_window == "shifted" and (c.tokens != 1 or c.ragged):
+        return (
+            f"conv_window='shifted' with tokens={c.tokens}, ragged={c.ragged}: expected one token;"
+            " of several a ring alone can take drafts back"
         )
     return None
 

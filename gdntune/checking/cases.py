@@ -288,6 +288,8 @@ def _settle(draw: Draw, case: Case) -> None:
         return
     given = Given(**case.tensors())
     where = places(c, given)
+    rows = mixed.view(-1, mixed.shape[-1])
+    real, place = where.real.flatten(), where.rows.flatten()
     for _ in range(100):
         sums = convolution(c.replace(conv="identity"), given, where, torch.float64)
         y = convolution(c, given, where, torch.float64)
@@ -295,10 +297,12 @@ def _settle(draw: Draw, case: Case) -> None:
         lost = 2.0**-18 * (sums.sigmoid() * (1 + sums.abs()) * 4 + y.abs())
         either = (y - lost).to(mixed.dtype) != (y + lost).to(mixed.dtype)
         # near zero the sum of its taps is far larger than what they come to
-        either &= where.real & (y.abs() > lost)
+        either = (either & (y.abs() > lost)).flatten(0, 1)[real]
         if not either.any():
             return
-        mixed[:, 0] = torch.where(either, draw.normal(*y.shape, dtype=mixed.dtype), mixed[:, 0])
+        # the taps that are the tokens' own; they are others' too, so all are looked at again
+        again = draw.normal(*rows.shape, dtype=mixed.dtype)[place[real]]
+        rows[place[real]] = torch.where(either, again, rows[place[real]])
 
 
 def _poison_windows(case: Case, plan: Slots) -> None:
@@ -307,7 +311,8 @@ def _poison_windows(case: Case, plan: Slots) -> None:
     if state is None or at is None:
         return
     rows = state.shape[1]
-    for slot, place in zip(plan.start, at.tolist(), strict=True):
+    slots = [row[0] for row in plan.columns] if plan.columns[0] else plan.start
+    for slot, place in zip(slots, at.tolist(), strict=True):
         window = {(place - back) % rows for back in range(1, case.contract.conv_width)}
         if 0 <= slot < state.shape[0]:
             state[slot, sorted(set(range(rows)) - window)] = math.nan

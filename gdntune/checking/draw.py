@@ -126,8 +126,10 @@ def draw_norm(
 
 def window_rows(contract: Contract, options: Options) -> int:
     """Rows of a slot's window."""
-    width = contract.conv_width
-    return width - 1 if contract.conv_window == "shifted" else width + options.extra_rows
+    before = contract.conv_width - 1
+    if contract.conv_window == "shifted":
+        return before
+    return before + contract.tokens + options.extra_rows
 
 
 def draw_conv(

@@ -89,13 +89,14 @@ class Places:
     start [B]: slot of the state to start from; -1 makes the request padding: nothing is written but
     zeros to its output rows. rows [B, T]: row of q, k, v, a, b and output, both leading dimensions
     taken as one. final [B]: slot of the final state. cells [B, T]: slot (`slots`) or row*steps +
-    step of the intermediate buffer.
+    step of the intermediate buffer. window [B]: slot of the convolution's window to start from.
     """
 
     start: Tensor
     rows: Tensor
     final: Tensor
     cells: Tensor
+    window: Tensor
 
     def of(self, requests: Tensor) -> "Places":
         """The places of these requests alone."""
@@ -124,7 +125,10 @@ def places(contract: Contract, given: Given) -> Places:
         wanted = given.index("write_index", given.state.shape[0]) if contract.pool else start
         final = torch.where(live, wanted, -1)
     cells = torch.where((rows >= 0) & live[:, None], _cells(contract, given, rows), -1)
-    return Places(start, rows, final, cells)
+    window = start
+    if contract.conv != "none" and contract.intermediate == "slots":
+        window = torch.where(live, given.index("slot_index", given.state.shape[0])[:, 0], -1)
+    return Places(start, rows, final, cells, window)
 
 
 def _rows(contract: Contract, given: Given) -> Tensor:

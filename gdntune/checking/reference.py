@@ -54,18 +54,20 @@ def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, epsilon: float, kind: st
 
 
 def convolution(contract: Contract, given: Given, where: Places, dtype: torch.dtype) -> Tensor:
-    """The convolution of each request's channels [B, D], in a compute dtype and not rounded."""
-    state, mixed = given.tensor("conv_state"), given.tensor("mixed_qkv")
+    """The convolution of each token's channels [B, T, D], in a compute dtype and not rounded."""
+    state, width = given.tensor("conv_state"), contract.conv_width
     weight = given.tensor("conv_weight").detach().to(dtype)
-    window = state[where.start.clamp(min=0)]
+    window = state[where.window.clamp(min=0)]
     if contract.conv_window == "ring":
         at = given.tensor("conv_position").to(torch.int64)[:, None]
-        back = torch.arange(1 - contract.conv_width, 0, device=state.device)
-        rows = (at + back) % state.shape[1]
+        rows = (at + torch.arange(1 - width, 0, device=state.device)) % state.shape[1]
         window = window.gather(1, rows[..., None].expand(-1, -1, state.shape[2]))
-    taps = torch.cat((window.to(dtype), mixed.to(dtype)), 1)
-    taps = torch.where(where.real[..., None], taps, 0)
-    y = (taps * weight.T).sum(1)
+    window = torch.where((where.window >= 0)[:, None, None], window.to(dtype), 0)
+    taps = torch.cat((window, _tokens(given.tensor("mixed_qkv"), where, dtype)), 1)
+    T = where.rows.shape[1]
+    y = sum(
+        (taps[:, j : j + T] * weight[:, j] for j in range(1, width)), taps[:, :T] * weight[:, 0]
+    )
     if contract.conv_bias:
         y = y + given.tensor("conv_bias").detach().to(dtype)
     return y * torch.sigmoid(y) if contract.conv == "silu" else y
@@ -74,14 +76,14 @@ def convolution(contract: Contract, given: Given, where: Places, dtype: torch.dt
 def convolved(
     contract: Contract, given: Given, where: Places, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [B, 1, H, K] and v [B, 1, HV, V] behind the convolution, rounded as the unfused path
+    """q, k [B, T, H, K] and v [B, T, HV, V] behind the convolution, rounded as the unfused path
     rounds them. fp32 is left as it is: a kernel's own sum is off by more than that rounding.
     """
     y = convolution(contract, given, where, dtype)
     if contract.input_dtype != "fp32":
         y = y.to(DTYPES[contract.input_dtype]).to(dtype)
     sizes = [x.shape[2] * x.shape[3] for x in (given.q, given.k, given.v)]
-    q, k, v = y[:, None].split(sizes, -1)
+    q, k, v = y.split(sizes, -1)
     return tuple(
         x.unflatten(-1, like.shape[2:])
         for x, like in zip((q, k, v), (given.q, given.k, given.v), strict=True)
@@ -241,14 +243,18 @@ def _windows(
     """The rows that windows get, and which of them each of [slots*rows] has in the end."""
     if contract.conv == "none":
         return None, None
-    state, mixed = given.tensor("conv_state"), given.tensor("mixed_qkv")
-    rows, written = state.shape[1], where.final[:, None]
+    state = given.tensor("conv_state")
+    mixed = _tokens(given.tensor("mixed_qkv"), where, state.dtype)
+    # the states of drafts and their rows are kept in the slots that were given for them
+    slot = where.window if contract.intermediate == "slots" else where.final
+    rows, token = state.shape[1], torch.arange(where.rows.shape[1], device=state.device)
     if contract.conv_window == "ring":
-        values, place = mixed, given.tensor("conv_position").to(torch.int64)[:, None]
+        values, real = mixed, where.real
+        place = (given.tensor("conv_position").to(torch.int64)[:, None] + token) % rows
     else:
-        values = torch.cat((state[where.start.clamp(min=0)][:, 1:], mixed), 1)
-        place = torch.arange(rows, device=state.device)
-    cells = torch.where(written >= 0, written * rows + place, -1).flatten()
+        values = torch.cat((state[where.window.clamp(min=0)][:, 1:], mixed), 1)
+        place, real = torch.arange(rows, device=state.device), where.real.expand(-1, rows)
+    cells = torch.where((slot[:, None] >= 0) & real, slot[:, None] * rows + place, -1).flatten()
     identity = torch.arange(cells.numel(), device=state.device)
     return values.flatten(0, 1), _held(state.shape[0] * rows, (cells, identity))
 

@@ -65,8 +65,8 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "ragged": "packed rows with cu_seqlens",
         "norm": "gated RMSNorm over V in the same launch, its gate silu or sigmoid; none: no norm",
         "norm_weight_dtype": "of the norm's weight",
-        "conv": "the convolution ahead in the same launch, at T=1, with silu or nothing (identity)"
-        " behind it; none: no convolution",
+        "conv": "the convolution ahead in the same launch, with silu or nothing (identity) behind"
+        " it; none: no convolution",
         "conv_width": "its taps, 2 to 4",
         "conv_bias": "whether it has a bias",
         "conv_window": "a ring of rows, or rows that are shifted (CPU alone)",

@@ -6,8 +6,9 @@ A norm needs all of a head's V. So a block has a whole head, in chunks of rows, 
 one barrier each warp takes a token: o rsqrt(mean(o^2) + eps) weight gate(z), rounded once. The barrier stands behind the state's
 stores, which nobody waits for: what the norm adds is what a warp needs for V values in shared memory.
 
-The convolution is of one token. Windows are rings: the new row goes where no block reads, so the blocks of a q/k head need not wait
-for one another. Each convolves the head's 2 K channels anew, beside its own rows of V; one of them stores the new row.
+Windows are rings: new rows go where no block reads, so the blocks of a q/k head need not wait for one another, and drafts that were
+not accepted are taken back by the position alone. Each block convolves the head's 2 K channels anew, beside its own rows of V; one of
+them stores the new rows.
 """
 
 from typing import Any, NamedTuple
@@ -48,11 +49,11 @@ class Taps(NamedTuple):
 
 
 class Brought(NamedTuple):
-    """Registers for what the launch ahead wrote: a token's inputs, the output's gate, the new row of the window."""
+    """Registers for what the launch ahead wrote: the tokens' inputs, the output's gate, the new rows of the window."""
 
     read: Any
     gate: Any
-    row: Any
+    rows: Any
 
 
 class Layer(recurrent.Recurrent):
@@ -96,7 +97,7 @@ class Layer(recurrent.Recurrent):
             self.view(read_index, 1), self.view(write_index, 1), self.view(slot_index, 2, None), self.view(accepted, 1),
             self.view(cu_seqlens, 1), self.view(intermediate, 2), self.view(output, 2),
             scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm,
-            self.view(output_gate, 2), norm_weight, norm_eps, self.rows_of(mixed_qkv, 1), self.rows_of(conv_state, 2),
+            self.view(output_gate, 2), norm_weight, norm_eps, self.rows_of(mixed_qkv, 2), self.rows_of(conv_state, 2),
             self.rows_of(conv_weight, 0), self.rows_of(conv_bias, 0), self.view(conv_position, 1), q.shape[2], window,
             heads, state.shape[0], tokens, columns, rows, steps, A_shared, dt_shared,
         ).launch(
@@ -186,82 +187,135 @@ class Layer(recurrent.Recurrent):
         cute.autovec_copy(cute.local_tile(source, (CHANNELS,), (c // CHANNELS,)), target)
 
     @cute.jit
-    def read_window(self, conv, slot, at, taps):
-        """Issues the loads of the rows before row `at` of a slot's ring, the oldest first."""
-        shape = (self.rounds, self.width - 1, CHANNELS)
-        stride = ((self.width - 1) * CHANNELS, CHANNELS, 1)
-        rr = cute.make_rmem_tensor(cute.make_layout(shape, stride=stride), conv.state.element_type)
+    def read_window(self, conv, slot, held, at, taps):
+        """Issues the loads of the rows before row `at` of a slot's ring, the oldest first; zeros where no slot is `held`."""
+        rr = self.per_row(self.width - 1, conv.state.element_type)
+        if const_expr(self.intermediate == "slots"):
+            rr.fill(0.0)
+            if held:
+                self.read_rows_before(conv, slot, at, taps, rr)
+        else:
+            self.read_rows_before(conv, slot, at, taps, rr)
+        return rr
+
+    @cute.jit
+    def read_rows_before(self, conv, slot, at, taps, rr):
         for r in cutlass.range_constexpr(self.rounds):
             for j in cutlass.range_constexpr(self.width - 1):
                 row = at + (j + 1 - self.width)
                 row = cutlass.select_(row < 0, row + conv.rows, row)
                 self.read_channels(conv.state[Int64(slot), row, None], taps.channels[r], rr[r, j, None])
-        return rr
+
+    def per_row(self, rows, dtype):
+        """Registers for so many rows of a thread's channels."""
+        stride = (rows * CHANNELS, CHANNELS, 1)
+        return cute.make_rmem_tensor(cute.make_layout((self.rounds, rows, CHANNELS), stride=stride), dtype)
 
     @cute.jit
-    def convolve(self, taps, window, row, sX, block, tid):
-        """A thread's channels convolved, to shared memory as the unfused path rounds them."""
+    def convolve(self, taps, window, new, sX, block, tid):
+        """A thread's channels of all tokens convolved, to shared memory as the unfused path rounds them."""
+        old = const_expr(self.width - 1)
         for r in cutlass.range_constexpr(self.rounds):
             e = (r * self.threads + tid) * CHANNELS
-            if e < self.channels:
-                y = cute.make_rmem_tensor((CHANNELS,), sX.element_type)
-                for i in cutlass.range_constexpr(CHANNELS):
-                    x = row[r, i].to(F32) * taps.weight[r, self.width * i + self.width - 1].to(F32)
-                    for j in cutlass.range_constexpr(self.width - 1):
-                        x += window[r, j, i].to(F32) * taps.weight[r, self.width * i + j].to(F32)
-                    if const_expr(taps.bias is not None):
-                        x += taps.bias[r, i].to(F32)
-                    if const_expr(self.conv == "silu"):
-                        x = x * gates.sigmoid(x)
-                    y[i] = x.to(sX.element_type)
-                # v stands where its rows are among all of V
-                place = cutlass.select_(e >= 2 * self.K, e + block.v0, e)
-                cute.autovec_copy(y, cute.local_tile(sX, (CHANNELS,), (place // CHANNELS,)))
+            # v stands where its rows are among all of V
+            place = cutlass.select_(e >= 2 * self.K, e + block.v0, e)
+            for t in cutlass.range_constexpr(self.tokens):
+                if e < self.channels and t < block.length:
+                    y = cute.make_rmem_tensor((CHANNELS,), sX.element_type)
+                    for i in cutlass.range_constexpr(CHANNELS):
+                        x = new[r, t, i].to(F32) * taps.weight[r, self.width * i + old].to(F32)
+                        for j in cutlass.range_constexpr(old):
+                            before = window[r, t + j, i] if const_expr(t + j < old) else new[r, t + j - old, i]
+                            x += before.to(F32) * taps.weight[r, self.width * i + j].to(F32)
+                        if const_expr(taps.bias is not None):
+                            x += taps.bias[r, i].to(F32)
+                        if const_expr(self.conv == "silu"):
+                            x = x * gates.sigmoid(x)
+                        y[i] = x.to(sX.element_type)
+                    cute.autovec_copy(y, cute.local_tile(sX[t, None], (CHANNELS,), (place // CHANNELS,)))
 
     @cute.jit
-    def store_row(self, conv, slot, at, taps, row, block, first, tid):
-        """The window's new row: v's channels by their own block, q's and k's by the `first` of those that share the head."""
+    def store_new(self, conv, slot, at, taps, new, block, first, tid):
+        """The window's new rows: v's channels by their own block, q's and k's by the `first` of those that share the head."""
         for r in cutlass.range_constexpr(self.rounds):
             e = (r * self.threads + tid) * CHANNELS
-            if e < self.channels and (e >= 2 * self.K or first):
-                ring = conv.state[Int64(slot), at, None]
-                cute.autovec_copy(row[r, None], cute.local_tile(ring, (CHANNELS,), (taps.channels[r] // CHANNELS,)))
+            for t in cutlass.range_constexpr(self.tokens):
+                if t < block.length and e < self.channels and (e >= 2 * self.K or first):
+                    # a remainder: a ragged request may be longer than its call said, and must stay in its slot
+                    row = (at + t) % conv.rows if const_expr(t > 0) else at
+                    ring = conv.state[Int64(slot), row, None]
+                    cute.autovec_copy(new[r, t, None], cute.local_tile(ring, (CHANNELS,), (taps.channels[r] // CHANNELS,)))
 
     @cute.jit
     def read_convolved(self, sX, gates_read, block, thread):
-        """One token's inputs as `read_token` gives them: q, k and v of shared memory, gates as they were read."""
-        rq = cute.make_rmem_tensor((self.RK,), sX.element_type)
-        rk = cute.make_rmem_tensor((self.RK,), sX.element_type)
-        rv = cute.make_rmem_tensor((self.own,), sX.element_type)
-        self.read_key(cute.local_tile(sX, (self.K,), (0,)), rq, thread.lane)
-        self.read_key(cute.local_tile(sX, (self.K,), (1,)), rk, thread.lane)
-        self.read_values(self.values_of(sX)[0, 0, 0, None], rv, self.unit(block.vt, 0, thread))
+        """The tokens' inputs as `read` gives them: q, k and v of shared memory, gates as they were read."""
+        if const_expr(self.loop):
+            per_token = cute.make_layout((self.stage_tokens, self.K // 32), stride=(self.K // 32, 1))
+            rq = cute.make_rmem_tensor(per_token, sX.element_type)
+            rk = cute.make_rmem_tensor(per_token, sX.element_type)
+            for r in cutlass.range_constexpr(self.stage_tokens):
+                t = thread.tid // 32 + r * self.warps
+                if t < block.length:
+                    self.read_lane(cute.local_tile(sX[t, None], (self.K,), (0,)), rq[r, None], thread.tid % 32)
+                    self.read_lane(cute.local_tile(sX[t, None], (self.K,), (1,)), rk[r, None], thread.tid % 32)
+            rv = cute.make_rmem_tensor(cute.make_layout((self.stage_values, self.VW), stride=(self.VW, 1)), sX.element_type)
+            for r in cutlass.range_constexpr(self.stage_values):
+                e = r * self.threads + thread.tid
+                t = e // (self.tile_v // self.VW)
+                if t < block.length:
+                    at = block.v0 // self.VW + e % (self.tile_v // self.VW)
+                    cute.autovec_copy(cute.local_tile(self.values_of(sX)[0, t, 0, None], (self.VW,), (at,)), rv[r, None])
+        else:
+            rq = cute.make_rmem_tensor((self.RK,), sX.element_type)
+            rk = cute.make_rmem_tensor((self.RK,), sX.element_type)
+            rv = cute.make_rmem_tensor((self.own,), sX.element_type)
+            self.read_key(cute.local_tile(sX[0, None], (self.K,), (0,)), rq, thread.lane)
+            self.read_key(cute.local_tile(sX[0, None], (self.K,), (1,)), rk, thread.lane)
+            self.read_values(self.values_of(sX)[0, 0, 0, None], rv, self.unit(block.vt, 0, thread))
         return Read(rq, rk, gates_read.g, rv, gates_read.a, gates_read.b)
 
     def values_of(self, sX):
-        """v of shared memory under the indices of a tensor [B, T, HV, V]: it has the block's head alone."""
-        layout = cute.make_layout((1, 1, 1, self.V), stride=(0, 0, 0, 1))
+        """v of shared memory under the indices of a tensor [B, T, HV, V]: it has the block's tokens and head alone."""
+        layout = cute.make_layout((1, self.tokens, 1, self.V), stride=(0, 2 * self.K + self.V, 0, 1))
         return cute.make_tensor(sX.iterator + 2 * self.K, layout)
 
     @cute.jit
     def read_gates(self, x, block, thread):
-        """Issues the loads of a token's gates alone."""
-        rg = cute.make_rmem_tensor((self.K // 32,), x.a.element_type)
-        ga = F32(0.0)
-        if const_expr(self.per_k):
-            self.read_lane(x.a[block.ni, block.t0, block.hv, None], rg, thread.tid % 32)
+        """Issues the loads of the tokens' gates alone, as `read` does."""
+        if const_expr(self.loop):
+            rg = cute.make_rmem_tensor(
+                cute.make_layout((self.stage_tokens, self.K // 32), stride=(self.K // 32, 1)), x.a.element_type
+            )
+            rs = cute.make_rmem_tensor(cute.make_layout((self.stage_tokens, 2), stride=(2, 1)), F32)
+            for r in cutlass.range_constexpr(self.stage_tokens):
+                t = thread.tid // 32 + r * self.warps
+                if t < block.length:
+                    if const_expr(self.per_k):
+                        self.read_lane(x.a[block.ni, block.t0 + t, block.hv, None], rg[r, None], thread.tid % 32)
+                    else:
+                        rs[r, 0] = x.a[block.ni, block.t0 + t, block.hv].to(F32)
+                    rs[r, 1] = x.b[block.ni, block.t0 + t, block.hv].to(F32)
+            ga, gb = rs[None, 0], rs[None, 1]
         else:
-            ga = x.a[block.ni, block.t0, block.hv].to(F32)
-        return Read(None, None, rg, None, ga, x.b[block.ni, block.t0, block.hv].to(F32))
+            rg = cute.make_rmem_tensor((self.K // 32,), x.a.element_type)
+            ga = F32(0.0)
+            if const_expr(self.per_k):
+                self.read_lane(x.a[block.ni, block.t0, block.hv, None], rg, thread.tid % 32)
+            else:
+                ga = x.a[block.ni, block.t0, block.hv].to(F32)
+            gb = x.b[block.ni, block.t0, block.hv].to(F32)
+        return Read(None, None, rg, None, ga, gb)
 
     @cute.jit
     def bring(self, x, output_gate, conv, taps, block, thread):
         """Issues the loads of what the launch ahead wrote."""
         rx = None
         if const_expr(self.convolves):
-            rx = self.per_channel(conv.mixed.element_type)
+            rx = self.per_row(self.tokens, conv.mixed.element_type)
             for r in cutlass.range_constexpr(self.rounds):
-                self.read_channels(conv.mixed[block.n, None], taps.channels[r], rx[r, None])
+                for t in cutlass.range_constexpr(self.tokens):
+                    if t < block.length:
+                        self.read_channels(conv.mixed[block.ni, block.t0 + t, None], taps.channels[r], rx[r, t, None])
         read = self.read_gates(x, block, thread) if const_expr(self.convolves) else self.read(x, block, thread)
         rz = self.read_gate(output_gate, block, thread.tid) if const_expr(self.normed) else None
         return Brought(read, rz, rx)
@@ -284,7 +338,8 @@ class Layer(recurrent.Recurrent):
             outputs = cute.make_tensor(sO.iterator, of_block)
         sX = None
         if const_expr(self.convolves):
-            sX = smem.allocate_tensor(v.element_type, cute.make_layout((2 * self.K + self.V,)), 16)
+            wide = const_expr(2 * self.K + self.V)
+            sX = smem.allocate_tensor(v.element_type, cute.make_layout((self.tokens, wide), stride=(wide, 1)), 16)
             values = self.values_of(sX)
         x = Operands(
             state, q, k, values, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, outputs
@@ -329,6 +384,11 @@ class Layer(recurrent.Recurrent):
         if const_expr(self.row):
             slot = self.start_of_row(row_slots, first, n, slot_index, columns)
         live, writes = self.named(slot, write_slot, slots, null_index)
+        window_slot, held = slot, live
+        if const_expr(self.convolves and self.intermediate == "slots"):
+            # of drafts, the slot of column 0, whichever they start from
+            window_slot = self.of_row(row_slots, Int32(0)) if const_expr(self.row) else slot_index[n, 0]
+            held = window_slot >= 0 and window_slot < slots and window_slot != null_index
         row = Int64(n)
         keeps = live
         if const_expr(self.intermediate == "indexed"):
@@ -342,7 +402,7 @@ class Layer(recurrent.Recurrent):
             raw = self.fragment(self.state_dtype)
             if const_expr(self.early):
                 self.copy_rows(source, raw, block.v0 + group * self.RV, lane, False)
-            window = self.read_window(conv, slot, at, taps) if const_expr(self.convolves) else None
+            window = self.read_window(conv, window_slot, held, at, taps) if const_expr(self.convolves) else None
             if const_expr(self.early and self.per_k and not self.loop):
                 cute.arch.sync_warp()
             self.await_producer("state")
@@ -350,10 +410,14 @@ class Layer(recurrent.Recurrent):
             if const_expr(self.pdl == "state"):
                 cute.arch.sync_warp()
             if const_expr(self.convolves):
-                self.convolve(taps, window, late.row, sX, block, tid)
-                if const_expr(self.update):
+                self.convolve(taps, window, late.rows, sX, block, tid)
+                first_of_head = shares == 0 and vt == 0
+                if const_expr(self.intermediate == "slots"):
+                    if held:
+                        self.store_new(conv, window_slot, at, taps, late.rows, block, first_of_head, tid)
+                elif const_expr(self.update):
                     if writes:
-                        self.store_row(conv, write_slot, at, taps, late.row, block, shares == 0 and vt == 0, tid)
+                        self.store_new(conv, write_slot, at, taps, late.rows, block, first_of_head, tid)
                 cute.arch.sync_threads()
             read = self.read_convolved(sX, late.read, block, thread) if const_expr(self.convolves) else late.read
             body = self.many_tokens if const_expr(self.loop) else self.one_token
@@ -366,8 +430,9 @@ class Layer(recurrent.Recurrent):
             self.zero_rows(output, ni, t0, length, hv, block.v0, tid)
 
 
-def fakes(facts: dict, output) -> list:
-    """Stand-ins for what a layer adds to the tensors of a decode kernel, whose output says the sizes: the gate, the weight, what a convolution has."""
+def fakes(facts: dict, tensors: list) -> list:
+    """Stand-ins for what a layer adds to the tensors of a decode kernel, which say the sizes: the gate, the weight, what a convolution has."""
+    output = tensors[-1]
     x, V = output.element_type, facts["V"]
     x16 = 16 // (x.width // 8)
     B, T = output.shape[:2]
@@ -385,13 +450,15 @@ def fakes(facts: dict, output) -> list:
     if facts["conv"] == "none":
         return [gate, weight, [None] * 5]
     D, W = cute.sym_int(symbol="D"), facts["conv_width"]
+    # whose rows are the requests: read_index, or that of slots
+    index = tensors[8] if tensors[8] is not None else tensors[10]
     slots = cute.sym_int()
     conv = [
         tensor(x, (B, T, D), (wide(), wide(), 1)),
         tensor(x, (slots, cute.sym_int(), D), (wide(), wide(), 1)),
         tensor(x, (D, W), (W, 1)),
         tensor(x, (D,), (1,)) if facts["conv_bias"] else None,
-        make_fake_tensor(Int32, (B,), (cute.sym_int(),), assumed_align=4),
+        make_fake_tensor(Int32, index.shape[:1], (cute.sym_int(),), assumed_align=4),
     ]
     return [gate, weight, conv]
 
@@ -401,7 +468,7 @@ def compile(facts: dict, knobs: dict, options: str, prefix: str):
     layer = Layer(facts, knobs)
     layer.kernel.set_name_prefix(prefix, remove_cutlass_symbol=True, keep_mangled_name=False)
     tensors = decode.fakes(facts)
-    gate, weight, conv = fakes(facts, tensors[-1])
+    gate, weight, conv = fakes(facts, tensors)
     scalars = [F32(1.0)] * 5 + [Int32(-1), Int32(1)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(

@@ -35,7 +35,7 @@ def block(c: Contract, s: Knobs) -> Block:
     if c.norm != "none":
         shared += 4 * compiled_tokens(c) * c.V
     if c.conv != "none":
-        shared += ITEMSIZE[c.input_dtype] * (2 * c.K + c.V)
+        shared += ITEMSIZE[c.input_dtype] * compiled_tokens(c) * (2 * c.K + c.V)
     return Block(threads, shared)
 
 

@@ -28,11 +28,12 @@ delta rule, and takes behind these
     output_gate   [B, T, HV, V] of the inputs' dtype;  norm_weight [V];  norm_eps float32
     mixed_qkv     [B, T, D] with a convolution, D = 2 H K + HV V: q, k and v side by side, whose
         views are the q, k and v above, before the convolution; last dimension contiguous
-    conv_state    [slots, rows, D], last dimension contiguous; the window of a request is in the
-        slot of its state to start from, and its new row goes to that of its final one, if there is
-        one. `ring`: rows >= width; `shifted`: rows = width - 1
+    conv_state    [slots, rows, D], last dimension contiguous. A request's window is in the slot of
+        its state to start from, and its new rows go to that of its final one, if there is one; of
+        `slots` both are that of column 0, and where this is no slot the window is zeros and no row
+        is kept. `ring`: rows >= width - 1 + T; `shifted`: rows = width - 1
     conv_weight   [D, width], the newest token's tap last;  conv_bias [D]; both contiguous
-    conv_position [B] int32, `ring`: the row from 0 that the token goes to; those before it,
+    conv_position [B] int32, `ring`: the row from 0 that the first token goes to; those before it,
         cyclically, have the tokens before
 
 A floor kernel takes (state [slots, n], slots [B] int32: those that it moves, one after another,

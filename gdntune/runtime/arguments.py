@@ -299,15 +299,14 @@ def _window_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
     if c.conv == "none":
         return
     rows, at = arguments["conv_state"].shape[1], arguments["conv_position"]
-    least = c.conv_width - (c.conv_window == "shifted")
-    if rows < least or (c.conv_window == "shifted" and rows > least):
+    ring, before = c.conv_window == "ring", c.conv_width - 1
+    # a ragged call's longest request is known to the device alone
+    least = before + (c.tokens if ring else 0)
+    if rows < least or (not ring and rows > least):
         yield (
             f"conv_state has {rows} rows a slot: expected {least}"
-            + (
-                f" or more, the ring of a convolution of width {least}"
-                if at is not None
-                else f", those before the token of a convolution of width {c.conv_width}"
-            )
+            + (" or more, those of a ring" if ring else ", those before a token")
+            + f" of a convolution of width {c.conv_width} and {c.tokens} tokens"
         )
     if at is not None and at.dtype is not torch.int32:
         yield f"conv_position has dtype {at.dtype}: expected torch.int32"

@@ -65,19 +65,21 @@ def gated_delta_rule_layer_decode(
     conv_weight: [D, width], width 2 to 4, the newest token's tap last; conv_bias: [D]. Each channel
         is convolved over its last tokens in fp32, then conv_activation (`silu` or `identity`), then
         rounded to mixed_qkv's dtype, which weight, bias and windows have too, as the unfused path
-        does. One token of a pool: initial_state_indices are given, output_state_indices are not.
+        does. States are in a pool: initial_state_indices or ssm_state_indices are given, without
+        output_state_indices.
     conv_state: [slots, rows, D], updated in place; the caller owns it. A request's window is in the
-        slot of its state.
-    conv_position: [B] int32: windows are rings of width rows or more; the token goes to this row,
-        and the rows before it, cyclically, hold the tokens before: a caller's count of tokens
-        modulo rows. Without it a window is width - 1 rows, the oldest first, shifted in place as
-        engines do: on the CPU alone.
+        slot of its state, with ssm_state_indices in that of column 0.
+    conv_position: [B] int32: windows are rings of width - 1 + T rows or more (ragged: max_tokens);
+        the first token goes to this row, the next to those behind, and the rows before it,
+        cyclically, hold the tokens before: a caller's count of accepted tokens modulo rows, so that
+        drafts that were rejected are written over. Without it a window is width - 1 rows, the
+        oldest first, shifted in place as engines do: of one token, on the CPU alone.
     norm_gate, conv_activation, the weights' dtypes, width, and whether bias and position are given
         are static, beside what is static elsewhere.
 
     The other arguments, what is static, ownership and errors are as in `gated_delta_rule_decode`.
-    Not served, and refused by name: a convolution of several tokens, shifted windows on CUDA,
-    torch.compile and other transforms, more than 65,535 requests.
+    Not served, and refused by name: shifted windows on CUDA or of several tokens, torch.compile and
+    other transforms, more than 65,535 requests.
     """
     return _call(locals(), "gdn_decode", "raw", b, None, a, 0.0, "mixed_qkv a b A_log dt_bias")
 

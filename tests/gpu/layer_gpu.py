@@ -45,6 +45,7 @@ SLOTS = {"tokens": 4, "mode": "frozen", "intermediate": "slots", "accepted": Tru
 TIMED = {
     "step, bf16": Contract(**STEP),
     "step, fp32": Contract(**STEP, state_dtype="fp32"),
+    "step, T=4 slots, bf16": Contract(**STEP, **SLOTS),
     "norm, T=4 slots, bf16": Contract(norm="silu", **SLOTS),
 }
 HEADS = ((16, 64), (16, 32))
@@ -57,11 +58,12 @@ CHECKED = [
     ),
     Contract(**STEP, layout="v_last"),
     Contract(**STEP, layout="v_last", state_dtype="fp32", conv_width=2),
-    Contract(norm="silu", tokens=4, ragged=True, state_dtype="fp32"),
+    Contract(**STEP, tokens=4, ragged=True, state_dtype="fp32"),
+    Contract(**STEP, tokens=3, conv_bias=True),
     Contract(norm="silu", tokens=8, intermediate="dense", mode="frozen"),
     Contract("kda_decode", gate="softplus", norm="sigmoid", conv="silu"),
     Contract("kda_decode", gate="lower_bound", norm="sigmoid", conv="silu", state_dtype="fp32"),
-    Contract("kda_decode", gate="softplus", norm="sigmoid", **SLOTS),
+    Contract("kda_decode", gate="softplus", norm="sigmoid", conv="silu", **SLOTS),
 ]
 SCREEN, FINALISTS = 6, 6
 
@@ -117,7 +119,8 @@ def wanted(
         yield LAYER, c, LAYER.variant(LAYER.default(c, 64, device)), None
     for part in (layer_parts.CONV, layer_parts.NORM):
         for setting in (layer_parts.Knobs(), layer_parts.Knobs(True)):
-            yield part, Contract(), part.variant(setting), None
+            for tokens in (1, SLOTS["tokens"]):
+                yield part, Contract(tokens=tokens), part.variant(setting), None
     for label in (None, "flush"):
         contract, v = kernels.flush()
         yield kernels.get(v.kernel), contract, v, label
@@ -211,12 +214,17 @@ def parts_call(
     """A layer's step apart: convolution, delta rule, norm, on the tensors of the fused one."""
     c = cases[0].contract
     part = {p.name: session.store.load([s])[s.key] for p, s in (
-        (p, object_spec(p, Contract(), p.variant(layer_parts.Knobs(pdl)), session.device))
+        (p, object_spec(p, Contract(tokens=c.tokens), p.variant(layer_parts.Knobs(pdl)), session.device))
         for p in (layer_parts.CONV, layer_parts.NORM)
     )}  # fmt: skip
     rule = session.function(plain_of(c), variant)
     o = torch.empty_like(cases[0].output)
     y = None if c.conv == "none" else torch.empty_like(cases[0].mixed_qkv)
+    # of drafts a window is in the slot of column 0
+    slots = [
+        case.read_index if case.slot_index is None else case.slot_index[:, 0].clone()
+        for case in cases
+    ]
     rules = []
     for case in cases:
         inputs = {"output": o}
@@ -233,7 +241,7 @@ def parts_call(
                 case.conv_state,
                 case.conv_weight,
                 case.conv_position,
-                case.read_index,
+                slots[layer],
                 y,
             )
         rule(*rules[layer])

@@ -26,7 +26,7 @@ def _kernel(name: str) -> Kernel:
         space=lambda contract, device: (Knobs(), Knobs(True)),
         refuse=lambda contract, setting: None,
         default=lambda contract, work_units, device: Knobs(),
-        facts=lambda contract: {"part": name},
+        facts=lambda contract: {"part": name, "tokens": contract.tokens},
         compiler="layer_parts:compile",
         sources=("layer_parts", "layer_parts_cute"),
     )
@@ -39,4 +39,4 @@ def compile(facts: dict[str, Any], knobs: dict[str, Any], options: str, prefix: 
     """The compiled function of one part."""
     import layer_parts_cute as parts
 
-    return parts.compiled(facts["part"], knobs["pdl"], options, prefix)
+    return parts.compiled(facts["part"], facts["tokens"], knobs["pdl"], options, prefix)

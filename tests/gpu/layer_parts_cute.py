@@ -21,15 +21,15 @@ def rows_of(x, leading):
 
 
 class Conv:
-    """The convolution of one token: the packed row to y, and to the window's ring."""
+    """The convolution of a request's tokens: packed rows to y, and to the window's ring."""
 
-    def __init__(self, pdl):
-        self.pdl = pdl
+    def __init__(self, pdl, tokens):
+        self.pdl, self.tokens = pdl, tokens
 
     @cute.jit
     def conv_step(self, x, state, weight, position, index, y, stream: CUstream):
         self.kernel(
-            rows_of(x, 1), rows_of(state, 2), rows_of(weight, 0), position, index, rows_of(y, 1), state.shape[1]
+            rows_of(x, 2), rows_of(state, 2), rows_of(weight, 0), position, index, rows_of(y, 2), state.shape[1]
         ).launch(
             grid=(x.shape[2] // (CHANNELS * THREADS), x.shape[0], 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.pdl
         )  # fmt: skip
@@ -42,13 +42,15 @@ class Conv:
         cute.arch.sync_warp()
         at = bx * THREADS + tid
         rw = cute.make_rmem_tensor((WIDTH * CHANNELS,), BFloat16)
-        rx = cute.make_rmem_tensor((CHANNELS,), BFloat16)
+        rx = cute.make_rmem_tensor(
+            cute.make_layout((self.tokens, CHANNELS), stride=(CHANNELS, 1)), BFloat16
+        )
         rr = cute.make_rmem_tensor(
             cute.make_layout((WIDTH - 1, CHANNELS), stride=(CHANNELS, 1)), BFloat16
         )
         cute.autovec_copy(cute.local_tile(weight, (WIDTH * CHANNELS,), (at,)), rw)
         if const_expr(not self.pdl):
-            cute.autovec_copy(cute.local_tile(x[n, None], (CHANNELS,), (at,)), rx)
+            self.read_new(x, n, at, rx)
         cute.arch.sync_warp()
         if slot >= 0:
             for j in cutlass.range_constexpr(WIDTH - 1):
@@ -60,18 +62,31 @@ class Conv:
         if const_expr(self.pdl):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-            cute.autovec_copy(cute.local_tile(x[n, None], (CHANNELS,), (at,)), rx)
+            self.read_new(x, n, at, rx)
         if slot >= 0:
-            ry = cute.make_rmem_tensor((CHANNELS,), BFloat16)
-            for i in cutlass.range_constexpr(CHANNELS):
-                s = rx[i].to(F32) * rw[WIDTH * i + WIDTH - 1].to(F32)
-                for j in cutlass.range_constexpr(WIDTH - 1):
-                    s += rr[j, i].to(F32) * rw[WIDTH * i + j].to(F32)
-                ry[i] = (s * gates.sigmoid(s)).to(BFloat16)
-            cute.autovec_copy(ry, cute.local_tile(y[n, None], (CHANNELS,), (at,)))
-            cute.autovec_copy(
-                rx, cute.local_tile(state[Int64(slot), place, None], (CHANNELS,), (at,))
-            )
+            for t in cutlass.range_constexpr(self.tokens):
+                ry = cute.make_rmem_tensor((CHANNELS,), BFloat16)
+                for i in cutlass.range_constexpr(CHANNELS):
+                    s = rx[t, i].to(F32) * rw[WIDTH * i + WIDTH - 1].to(F32)
+                    for j in cutlass.range_constexpr(WIDTH - 1):
+                        old = (
+                            rr[t + j, i]
+                            if const_expr(t + j < WIDTH - 1)
+                            else rx[t + j + 1 - WIDTH, i]
+                        )
+                        s += old.to(F32) * rw[WIDTH * i + j].to(F32)
+                    ry[i] = (s * gates.sigmoid(s)).to(BFloat16)
+                cute.autovec_copy(ry, cute.local_tile(y[n, t, None], (CHANNELS,), (at,)))
+                row = place + t
+                row = cutlass.select_(row >= rows, row - rows, row)
+                cute.autovec_copy(
+                    rx[t, None], cute.local_tile(state[Int64(slot), row, None], (CHANNELS,), (at,))
+                )
+
+    @cute.jit
+    def read_new(self, x, n, at, rx):
+        for t in cutlass.range_constexpr(self.tokens):
+            cute.autovec_copy(cute.local_tile(x[n, t, None], (CHANNELS,), (at,)), rx[t, None])
 
 
 class Norm:
@@ -117,7 +132,7 @@ class Norm:
         cute.autovec_copy(y, cute.local_tile(out, (L,), (at,)))
 
 
-def compiled(part, pdl, options, prefix):
+def compiled(part, tokens, pdl, options, prefix):
     """A part's compiled function."""
 
     def wide():
@@ -131,8 +146,8 @@ def compiled(part, pdl, options, prefix):
 
     B, T, HV, D = (cute.sym_int(symbol=n) for n in ("B", "T", "HV", "D"))
     if part == "part_conv":
-        kernel = Conv(pdl)
-        row = lambda: fake(BFloat16, (B, 1, D), (wide(), wide(), 1))  # noqa: E731
+        kernel = Conv(pdl, tokens)
+        row = lambda: fake(BFloat16, (B, tokens, D), (wide(), wide(), 1))  # noqa: E731
         state = fake(BFloat16, (cute.sym_int(), cute.sym_int(), D), (wide(), wide(), 1))
         given = [row(), state, fake(BFloat16, (D, WIDTH), (WIDTH, 1)), index(), index(), row()]
         function = kernel.conv_step

@@ -57,6 +57,12 @@ def convolved() -> list[Contract]:
     return [
         plain.replace(conv="silu", norm="silu"),
         plain.replace(conv="silu", conv_width=2, conv_bias=True, input_dtype="fp16"),
+        plain.replace(conv="silu", norm="silu", tokens=3),
+        plain.replace(conv="silu", tokens=5, ragged=True, conv_width=3),
+        plain.replace(conv="silu", norm="silu", tokens=4, intermediate="slots", accepted=True),
+        plain.replace(
+            conv="silu", tokens=2, intermediate="slots", accepted=True, mode="frozen", ragged=True
+        ),
         plain.replace(conv="identity", conv_width=3, norm="sigmoid", input_dtype="fp32"),
         plain.replace(conv="silu", conv_window="shifted", norm="silu", layout="v_last"),
         plain.replace(conv="identity", conv_width=2, conv_window="shifted", mode="frozen"),

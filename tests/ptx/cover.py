@@ -77,7 +77,7 @@ WALK = 1000
 # Rows of a kernel: the first 7 hold every value and four of five pairs, 27 to 37 hold all. A row
 # takes 3 s of CPU time.
 ROWS = int(os.environ.get("GDNTUNE_PTX_ROWS", 7))
-VALUE = 10
+VALUE = 24
 REQUESTS = 3
 
 

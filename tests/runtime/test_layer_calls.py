@@ -32,6 +32,11 @@ CONTRACTS = {
     "convolution": Contract(**BASE, conv="silu"),
     "convolution alone": Contract(K=64, V=32, conv="identity", conv_width=3, conv_bias=True),
     "shifted": Contract(**BASE, conv="silu", conv_width=2, conv_window="shifted"),
+    "convolution, tokens": Contract(**BASE, conv="silu", tokens=3),
+    "convolution, slots": Contract(
+        **BASE, conv="silu", tokens=3, intermediate="slots", accepted=True, mode="frozen"
+    ),
+    "convolution, ragged": Contract(**BASE, conv="silu", tokens=4, ragged=True),
     "kda, convolution": Contract(
         "kda_decode", gate="softplus", K=64, V=32, norm="sigmoid", conv="silu", input_dtype="fp16"
     ),
@@ -167,7 +172,21 @@ def test_refused_by_name(name):
 
 
 RING = {
-    "tokens": ({"tokens": 3}, {}, "conv='silu' with tokens=3.*expected one token of a pool"),
+    "tokens": (
+        {"tokens": 3},
+        {},
+        "conv_state has 4 rows a slot: expected 6 or more, those of a ring of .*width 4 and 3 tokens",
+    ),
+    "shifted": (
+        {"tokens": 3},
+        {"conv_position": None},
+        "conv_window='shifted' with tokens=3.*expected one token",
+    ),
+    "no pool": (
+        {},
+        {"initial_state_indices": None},
+        "pool=False: its windows are in the slots of a pool",
+    ),
     "output_state_indices": (
         {},
         {"output_state_indices": torch.zeros(3, dtype=torch.int32)},
@@ -212,6 +231,7 @@ def test_a_convolution_refused_by_name(name):
         mixed = mixed.repeat(1, fields["tokens"], 1)
         a = case.a.repeat(1, fields["tokens"], 1)
         case.a, case.b, case.output = a, a, None
+        case.output_gate = None
     with pytest.raises(UnsupportedProblem, match=message):
         called(case, mixed, **changes)
     assert case.output is None or case.output.isnan().all()
@@ -257,6 +277,47 @@ def test_steps_in_a_row():
         want = o * rstd * case.norm_weight * torch.nn.functional.silu(z)
         # a channel near the middle between two bf16 numbers may round to either
         torch.testing.assert_close(outputs[t].float(), want, rtol=2**-6, atol=2**-6)
+
+
+def test_rejected_drafts_leave_the_window_as_it_was():
+    """Three drafts, of which one is accepted, then three others: as if the rejected ones had never
+    been, by the position alone. A window that was shifted would have lost its oldest rows.
+    """
+    contract = Contract(
+        K=64, V=32, conv="silu", tokens=3, intermediate="slots", accepted=True, mode="frozen",
+        state_dtype="fp32",
+    )  # fmt: skip
+    case, _ = made(contract, extra_rows=2)
+    rows = case.conv_state.shape[1]
+    case.conv_state.nan_to_num_(0.0)
+    generator = torch.Generator().manual_seed(2)
+    drafts = torch.randn(2, 3, 3, case.mixed_qkv.shape[-1], generator=generator).bfloat16()
+
+    def step(case, mixed, at, accepted):
+        changes = {
+            "output": None,
+            "conv_position": torch.full((3,), at % rows, dtype=torch.int32),
+            "num_accepted_tokens": torch.full((3,), accepted, dtype=torch.int32),
+        }
+        return called(case, mixed, **changes)
+
+    other = case.clone()
+    step(case, drafts[0], 5, 1)
+    got = step(case, drafts[1], 6, 1)
+    # the same with other rejected drafts
+    changed = drafts[0].clone()
+    changed[:, 1:] = 7
+    step(other, changed, 5, 1)
+    assert torch.equal(got, step(other, drafts[1], 6, 1))
+    # and the accepted one counts
+    changed[:, 0] = 7
+    assert not torch.equal(got, step_again(other, changed, drafts[1], step))
+
+
+def step_again(case, first, second, step):
+    """Both steps anew."""
+    step(case, first, 5, 1)
+    return step(case, second, 6, 1)
 
 
 def test_columns_that_do_not_fit_are_refused():

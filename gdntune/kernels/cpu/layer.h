@@ -125,10 +125,9 @@ class Layer {
     bool ring;
     const float* taps;
 
-    // The j-th row of a slot's window, the oldest first; of a ring the last one is the new token's.
+    // A slot's row: of a ring that of the j-th token before or behind the call's first, else the j-th from the oldest.
     char* row(int64_t slot, int64_t place, int64_t j) const {
-      if (!ring) return state.at(slot, j);
-      return state.at(slot, ((place + 1 + j - width) % rows + rows) % rows);
+      return state.at(slot, ring ? ((place + j) % rows + rows) % rows : j);
     }
   };
 
@@ -142,13 +141,16 @@ class Layer {
     const Tensor weight = given.tensor(CONV_WEIGHT, w.mixed.type, "[D, width]", {&w.D, &w.width});
     if (given.has(CONV_BIAS)) w.bias = given.tensor(CONV_BIAS, w.mixed.type, "[D]", {&w.D}, true);
     w.ring = given.has(CONV_POSITION);
-    if (w.ring) w.position = given.tensor(CONV_POSITION, int32, "[B]", {&batch});
+    if (w.ring) w.position = given.tensor(CONV_POSITION, int32, "[B]", {&c.N});
     w.rows = w.state.size[1];
-    if (w.rows < w.width - !w.ring) {
+    const int64_t tokens = c.ragged ? Setting::tokens : c.T, least = w.width - 1 + (w.ring ? tokens : 0);
+    if (w.rows < least) {
       refuse("ValueError", "conv_state: %lld rows were given, expected %lld or more", (long long)w.rows,
-             (long long)(w.width - !w.ring));
+             (long long)least);
     }
-    if (c.T != 1 || c.ragged) refuse("ValueError", "mixed_qkv: T=%lld was given, expected one token", (long long)c.T);
+    if (!w.ring && tokens != 1) {
+      refuse("ValueError", "conv_position: None was given for %lld tokens, expected a ring", (long long)tokens);
+    }
     if (w.width < 2 || w.width > 4 || w.D % vec) {
       refuse("ValueError", "conv_weight: [%lld, %lld] was given, expected 2 to 4 taps of a multiple of %d channels",
              (long long)w.D, (long long)w.width, vec);
@@ -168,25 +170,45 @@ class Layer {
     else fill_taps<Half>(at, to, n, stride);
   }
 
-  // One request's channels, convolved and rounded as E; its window moves on.
+  // Where a request's window is, and where its new rows go; -1 is nowhere.
+  struct Slots {
+    int64_t read, write;
+  };
+  static Slots slots_of(const Call& c, const Request& r, int64_t n) {
+    if (c.slots) {
+      const int64_t own = c.named(c.slot.index(n, 0), c.state.size[0]);
+      return {own, own};
+    }
+    return {r.read, Setting::writes == Writes::never ? -1 : r.write};
+  }
+
+  // One request's channels, convolved and rounded as E; its window moves on. `to`: rows [D] by token.
   template <class E>
-  static void convolve(const Window& w, const Request& r, int64_t n, float* to) {
+  static void convolve(const Window& w, const Request& r, Slots slots, int64_t n, float* to) {
     const int64_t place = w.ring ? std::min(std::max<int64_t>(w.position.index(n), 0), w.rows - 1) : 0;
     const int64_t old = w.width - 1;
-    const bool stores = Setting::writes != Writes::never && r.write >= 0;
     for (int64_t i = 0; i < w.D; i += vec) {
-      F x[4], y = load<vec>(w.taps + w.width * w.D + i);
-      for (int64_t j = 0; j < old; j++) x[j] = load<vec>(reinterpret_cast<const E*>(w.row(r.read, place, j)) + i);
-      x[old] = load<vec>(reinterpret_cast<const E*>(w.mixed.at(n)) + i);
-      for (int64_t j = 0; j <= old; j++) y += x[j] * load<vec>(w.taps + j * w.D + i);
-      if constexpr (conv == Conv::silu) y *= sigmoid_of<vec>(y);
-      E rounded[vec];
-      store<vec>(rounded, y);
-      store<vec>(to + i, load<vec>(rounded));
-      if (!stores) continue;
-      // read as it is written: in one slot or in two
-      for (int64_t j = w.ring ? old : 1; j <= old; j++) {
-        store<vec>(reinterpret_cast<E*>(w.row(r.write, place, w.ring ? j : j - 1)) + i, x[j]);
+      F x[4];
+      for (int64_t j = 0; j < old; j++) {
+        const int64_t row = w.ring ? j - old : j;
+        x[j] = slots.read < 0 ? F{} : load<vec>(reinterpret_cast<const E*>(w.row(slots.read, place, row)) + i);
+      }
+      for (int64_t t = 0; t < r.tokens; t++) {
+        F y = load<vec>(w.taps + w.width * w.D + i);
+        x[old] = load<vec>(reinterpret_cast<const E*>(w.mixed.at(r.batch, r.first + t)) + i);
+        for (int64_t j = 0; j <= old; j++) y += x[j] * load<vec>(w.taps + j * w.D + i);
+        if constexpr (conv == Conv::silu) y *= sigmoid_of<vec>(y);
+        E rounded[vec];
+        store<vec>(rounded, y);
+        store<vec>(to + t * w.D + i, load<vec>(rounded));
+        // read before it is written: in one slot or in two
+        if (w.ring && slots.write >= 0) {
+          store<vec>(reinterpret_cast<E*>(w.row(slots.write, place, t)) + i, x[old]);
+        }
+        for (int64_t j = 0; j < old; j++) x[j] = x[j + 1];
+      }
+      for (int64_t j = 0; !w.ring && slots.write >= 0 && j < old; j++) {
+        store<vec>(reinterpret_cast<E*>(w.row(slots.write, place, j)) + i, x[j]);
       }
     }
   }
@@ -196,9 +218,11 @@ class Layer {
     for (int64_t n = 0; n < c.N; n++) {
       const Request r = request_of(c, n, Setting::writes, Setting::tokens);
       if (r.read < 0) continue;
-      if (w.mixed.type == fp32) convolve<float>(w, r, n, to + n * w.D);
-      else if (w.mixed.type == bf16) convolve<Bf16>(w, r, n, to + n * w.D);
-      else convolve<Half>(w, r, n, to + n * w.D);
+      const Slots slots = slots_of(c, r, n);
+      float* rows = to + (r.batch * c.T + r.first) * w.D;
+      if (w.mixed.type == fp32) convolve<float>(w, r, slots, n, rows);
+      else if (w.mixed.type == bf16) convolve<Bf16>(w, r, slots, n, rows);
+      else convolve<Half>(w, r, slots, n, rows);
     }
   }
 
@@ -240,9 +264,9 @@ class Layer {
     if constexpr (convolves) w = window_of(given, c);
 
     const int64_t row = c.HV * c.V, keys = c.H * Setting::K;
-    Memory rows(normed ? batch * c.T * row : 0), mixed(convolves ? batch * w.D : 0);
-    Floats4 outputs(rows.floats, batch, c.T, c.HV, c.V, row), q(mixed.floats, batch, 1, c.H, Setting::K, w.D),
-        k(mixed.floats + keys, batch, 1, c.H, Setting::K, w.D), v(mixed.floats + 2 * keys, batch, 1, c.HV, c.V, w.D);
+    Memory rows(normed ? batch * c.T * row : 0), mixed(convolves ? batch * c.T * w.D : 0);
+    Floats4 outputs(rows.floats, batch, c.T, c.HV, c.V, row), q(mixed.floats, batch, c.T, c.H, Setting::K, w.D),
+        k(mixed.floats + keys, batch, c.T, c.H, Setting::K, w.D), v(mixed.floats + 2 * keys, batch, c.T, c.HV, c.V, w.D);
     TVMFFIAny inner[ARGUMENTS];
     std::copy(values, values + ARGUMENTS, inner);
     if constexpr (convolves) {
