@@ -36,7 +36,8 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "tokens": "T, tokens per request and call, 1 to 16; each is a contract of its own",
         "shards": "tensor-parallel sizes; size s has H/s and HV/s heads",
         "contracts": "what is computed, see below",
-        "kernels": "if given, only these kernels, and only the listed values of the listed knobs",
+        "kernels": "if given, only these kernels, and only the listed values of the listed knobs;"
+        " floors are named in the same way, and with eight decode variants or fewer a few are timed",
         "policy": "timer and L2 policy, see below",
         "search": "how much is spent per cell, see below",
         "parts": "sets of cells in one file, each with a `name`; keys above are their defaults",
