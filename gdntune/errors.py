@@ -62,6 +62,11 @@ def listed(names: Iterable[object]) -> str:
     return ", ".join(str(n) for n in names) or "none"
 
 
+def counted(n: int, one: str, several: str = "") -> str:
+    """A number of things, one of them in the singular. several: where it is not `one` with an s."""
+    return f"{n} {one if n == 1 else several or f'{one}s'}"
+
+
 def one_of(names: Iterable[object]) -> str:
     """`one of a, b, c`, or `a` where that is all: what a message says was expected."""
     texts = [str(n) for n in names]

@@ -44,7 +44,7 @@ from gdntune.cli.common import (
     target_of,
     terminal,
 )
-from gdntune.errors import UnsupportedProblem, no_folder
+from gdntune.errors import UnsupportedProblem, counted, no_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -488,7 +488,8 @@ def _print_compiled(
         )
     for row in parts:
         typer.echo(
-            "part {name}: {contracts} contracts, {cells} cells, {objects} objects".format(**row)
+            f"part {row['name']}: {counted(row['contracts'], 'contract')},"
+            f" {counted(row['cells'], 'cell')}, {counted(row['objects'], 'object')}"
         )
     for b in built:
         if not b.ok:
@@ -586,7 +587,9 @@ def expect(
             }
         )
     elif out:
-        typer.echo(f"{len(found)} objects for {target.arch}, {len(failed)} failed: {out}")
+        typer.echo(
+            f"{counted(len(found), 'object')} for {target.arch}, {len(failed)} failed: {out}"
+        )
     else:
         typer.echo(text)
     for b in failed:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from gdntune.cli.common import AsJson, io_fault, print_hanging, print_json, refusing
-from gdntune.errors import TableError, ToolMissing, UnsupportedProblem, listed
+from gdntune.errors import TableError, ToolMissing, UnsupportedProblem, counted, listed
 
 
 @refusing
@@ -154,7 +154,7 @@ def table_export(
     files = vllm_json(table.load(path), heads)
     for name, text in files.items():
         write_whole(out / name, text.encode())
-    typer.echo(f"{out}: {len(files)} files")
+    typer.echo(f"{out}: {counted(len(files), 'file')}")
 
 
 def register(tables: typer.Typer) -> None:

@@ -37,7 +37,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "shards": "tensor-parallel sizes; size s has H/s and HV/s heads",
         "contracts": "what is computed, see below",
         "kernels": "if given, only these kernels, and only the listed values of the listed knobs;"
-        " floors are named in the same way, and with eight decode variants or fewer a few are timed",
+        " floors are named likewise; with eight decode variants or fewer a few are timed",
         "policy": "timer and L2 policy, see below",
         "search": "how much is spent per cell, see below",
         "parts": "sets of cells in one file, each with a `name`; keys above are their defaults",

@@ -17,7 +17,7 @@ from gdntune.cli.common import (
     refusing,
     terminal,
 )
-from gdntune.errors import UnsupportedProblem, no_folder
+from gdntune.errors import UnsupportedProblem, counted, no_folder
 
 if TYPE_CHECKING:
     from gdntune.report.report import Report
@@ -197,7 +197,7 @@ def _export(made: "Report", form: str, folder: Path) -> None:
         raise UnsupportedProblem(
             f"--out {folder}: cannot be written: {no_folder(folder) or e.strerror or e}"
         ) from None
-    typer.echo(f"{folder}: {len(found.files)} files")
+    typer.echo(f"{folder}: {counted(len(found.files), 'file')}")
     for note in found.notes:
         typer.echo(note, err=True)
 
@@ -434,9 +434,8 @@ def judge_(
         found.table.regret_mean is None or found.table.regret_mean > mean_limit
     )
     if above:
-        typer.echo(
-            f"{len(above)} cells are above the limit of {limit:.2%}, or not judged", err=True
-        )
+        cells = counted(len(above), "cell is", "cells are")
+        typer.echo(f"{cells} above the limit of {limit:.2%}, or not judged", err=True)
     if too_much:
         typer.echo(f"the mean regret is above the limit of {mean_limit:.2%}", err=True)
     if above or too_much:
@@ -523,7 +522,9 @@ def table_merge(
     if as_json:
         print_json({"out": str(out), "rules": len(made.rules), "variants": list(made.variants)})
         return
-    typer.echo(f"{out}: {len(made.rules)} rules, {len(made.variants)} variants")
+    typer.echo(
+        f"{out}: {counted(len(made.rules), 'rule')}, {counted(len(made.variants), 'variant')}"
+    )
 
 
 @results.command()

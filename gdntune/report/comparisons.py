@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from gdntune.errors import counted
 from gdntune.report.document import Block, Bullets, Document, Grid, Section, Text
 from gdntune.results.bootstrap import CONFIDENCE
 from gdntune.results.compare import Compared, Comparison
@@ -13,7 +14,7 @@ def comparison_document(found: Comparison, title: str) -> Document:
     """A comparison: the counts, the cells that are no TIE, and as detail the others."""
     counts = ", ".join(f"{n} {name}" for name, n in found.counts.items())
     notes = [
-        f"{len(found.cells)} cells: {counts}",
+        f"{counted(len(found.cells), 'cell')}: {counts}",
         (
             f"{CONFIDENCE:.0%} bootstrap intervals of B's mean over A's; TIE: within the larger of"
             f" {TIE_SHARE:.0%} and {1e3 * CUPTI_STEP_US:.0f} ns; FASTER, SLOWER: all of the"
@@ -70,7 +71,7 @@ def diff_document(found: Differences, title: str) -> Document:
     n = len(found.choices)
     contracts = len({d.contract for d in found.choices})
     text = (
-        f"{n} spans of work units in {contracts} contracts have different choices."
+        f"{counted(n, 'span')} of work units in {counted(contracts, 'contract')}: choices differ."
         if n
         else "The choices are equal."
     )

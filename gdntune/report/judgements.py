@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from gdntune.errors import counted
 from gdntune.report.document import Block, Bullets, Document, Grid, Section, Text
 from gdntune.results.halving import Cost
 from gdntune.results.judge import JudgedCell, Judgement, Replayed, Total, total
@@ -15,10 +16,10 @@ def replay_words(found: Replayed) -> str:
     """A replayed table in a line."""
     e = found.table.evidence
     return (
-        f"{e.config}, {e.started}: {len(found.table.rules)} rules,"
-        f" {sum(len(r.intervals) for r in found.table.rules)} intervals,"
-        f" {len(found.table.variants)} variants; regret {e.regret_mean:.2%} on average,"
-        f" {e.regret_max:.2%} at most at {e.cells} cells"
+        f"{e.config}, {e.started}: {counted(len(found.table.rules), 'rule')},"
+        f" {counted(sum(len(r.intervals) for r in found.table.rules), 'interval')},"
+        f" {counted(len(found.table.variants), 'variant')}; regret {e.regret_mean:.2%} on average,"
+        f" {e.regret_max:.2%} at most at {counted(e.cells, 'cell')}"
     )
 
 
@@ -84,11 +85,12 @@ def _caveats(found: Judgement) -> list[str]:
     ):
         if t.screened:
             said.append(
-                f"{t.screened} cells where {whose} was no leader are judged by the screen's few"
-                " samples"
+                f"{counted(t.screened, 'cell')} where {whose} was no leader: judged by the screen's"
+                " few samples"
             )
         if t.judged < t.cells:
-            said.append(f"{t.cells - t.judged} cells where {whose} was not timed are not judged")
+            left = counted(t.cells - t.judged, "cell")
+            said.append(f"{left} where {whose} was not timed: not judged")
     return said
 
 

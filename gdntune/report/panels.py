@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from gdntune.errors import counted
 from gdntune.problem import Contract, Problem
 from gdntune.report import figures, maps, peers
 from gdntune.report.figures import Band, Line
@@ -14,7 +15,6 @@ from gdntune.report.maps import Kind, Tile
 from gdntune.report.words import (
     bound_mark,
     cell_words,
-    counted,
     geometric_mean,
     is_noisy,
     marked,

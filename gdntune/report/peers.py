@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from gdntune.errors import counted
 from gdntune.problem import Contract
 from gdntune.report.document import Block, Bullets, Grid, Text
-from gdntune.report.words import cell_words, counted, geometric_mean, ratio
+from gdntune.report.words import cell_words, geometric_mean, ratio
 from gdntune.results.bootstrap import (
     CONFIDENCE,
     LEAST_SAMPLES,

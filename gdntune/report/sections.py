@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gdntune.device import arch
+from gdntune.errors import counted
 from gdntune.kernels.spec import BY_INDEX, FLOORS
 from gdntune.problem import Contract
 from gdntune.report import peers, workload
@@ -678,19 +679,22 @@ def _clock_lines(source: LoadedRun) -> Iterator[str]:
         if isinstance(r, Cell) and r.status == "ok"
     ]
     if throttled := sum(arch.slowdown(*look) is not None for look in looks):
-        yield f"{throttled} cells were timed while heat or power held the clocks down."
+        cells = counted(throttled, "cell was", "cells were")
+        yield f"{cells} timed while heat or power held the clocks down."
     if moved := sum(arch.shift(*look) is not None for look in looks):
+        cells = counted(moved, "cell was", "cells were")
         yield (
-            f"{moved} cells were timed while a clock moved by more than {arch.SHIFT:.0%}, as at the"
-            " limit of power."
+            f"{cells} timed while a clock moved by more than {arch.SHIFT:.0%}, as at the limit of"
+            " power."
         )
 
 
 def _power_lines(source: LoadedRun) -> Iterator[str]:
     """How many cells were timed at the power limit."""
     if source.power_capped:
+        cells = counted(len(source.power_capped), "cell was", "cells were")
         yield (
-            f"{len(source.power_capped)} cells were timed at the device's power limit, also after a"
+            f"{cells} timed at the device's power limit, also after a"
             f" pause where the journal is of a version that makes one: marked `{POWER_MARK}` in the"
             " tables."
         )
@@ -723,9 +727,11 @@ def _evidence_lines(source: LoadedRun, mine: "pd.DataFrame") -> Iterator[str]:
             " on tensors of their own."
         )
     if fresh < len(mine):
+        choices = counted(len(mine) - fresh, "choice is", "choices are")
+        them = "it" if fresh + 1 == len(mine) else "them"
         yield (
-            f"{len(mine) - fresh} choices are shown by the samples that chose them, which flatters"
-            " them: a sweep of today times each again."
+            f"{choices} shown by the samples that chose {them}, which flatters {them}: a sweep of"
+            " today times each again."
         )
 
 
@@ -734,8 +740,8 @@ def _noise_lines(source: LoadedRun) -> Iterator[str]:
     if source.noise:
         problem, reason = next(iter(source.noise.items()))
         yield (
-            f"{len(source.noise)} cells are noisy: their times cannot be believed, and are marked"
-            f" `{NOISE_MARK}` in the tables. The first: {problem.key()},"
-            f" {reason.removeprefix(NOISY)}. The same command times them again; give it on a"
-            " machine that does nothing else."
+            f"{counted(len(source.noise), 'cell is noisy: its', 'cells are noisy: their')} times"
+            f" cannot be believed, and are marked `{NOISE_MARK}` in the tables. The first:"
+            f" {problem.key()}, {reason.removeprefix(NOISY)}. The same command times them again;"
+            " give it on a machine that does nothing else."
         )

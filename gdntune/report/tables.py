@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from gdntune.errors import counted
 from gdntune.report.document import Block, Bullets, Document, Grid, Section, Text
 from gdntune.report.words import MISSING, contract_words, number, ratio
 from gdntune.results.table import Interval, Origin, Rule, Table, noise_words
@@ -21,7 +22,8 @@ def table_document(table: Table, source: str, stale: Sequence[str] = ()) -> Docu
         f"Device: {device.name} ({device.arch}).",
         f"Policy: {', '.join(f'{k} {v}' for k, v in sorted(table.policy.items()))}.",
         (
-            f"From {origin.config}, {origin.started}: {origin.cells} cells, {origin.trials} trials,"
+            f"From {origin.config}, {origin.started}: {counted(origin.cells, 'cell')},"
+            f" {counted(origin.trials, 'trial')},"
             f" {sum(n for kind, n in origin.failures.items() if kind != 'noisy')} failures;"
             f" journal sha256 {origin.journal_sha256[:16]}."
         ),
@@ -42,11 +44,12 @@ def table_document(table: Table, source: str, stale: Sequence[str] = ()) -> Docu
             f"STALE: {', '.join(stale)} is installed with other code than was measured; sweep"
             " again."
         )
+    rules, variants = counted(len(table.rules), "rule"), counted(len(table.variants), "variant")
     sections = [
         Section(
             "Summary",
             (
-                Text(f"{len(table.rules)} rules, {len(table.variants)} variants."),
+                Text(f"{rules}, {variants}."),
                 Bullets(tuple(facts)),
             ),
         )

@@ -61,11 +61,6 @@ def contract_rest(c: Contract) -> str:
     )
 
 
-def counted(n: int, what: str) -> str:
-    """A number of things, one of them in the singular."""
-    return f"{n} {what}{'' if n == 1 else 's'}"
-
-
 def ranges(numbers: Iterable[int]) -> str:
     """Whole numbers in order, runs of three and more by their ends: `1-4,8`."""
     runs: list[list[int]] = []

@@ -22,7 +22,7 @@ import msgspec
 
 from gdntune import __version__, strict
 from gdntune.device.arch import Card, Device
-from gdntune.errors import JournalError, Locked, listed, no_folder
+from gdntune.errors import JournalError, Locked, counted, listed, no_folder
 from gdntune.files import write_whole
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem, without_defaults
@@ -500,8 +500,9 @@ def noise_notes(records: Iterable[Record], whose: str = "") -> list[str]:
     if not found:
         return []
     problem, reason = next(iter(found.items()))
+    verb, their = ("is", "its") if len(found) == 1 else ("are", "their")
     return [
-        f"{len(found)} cells{whose} are noisy: their times cannot be believed; the first:"
+        f"{counted(len(found), 'cell')}{whose} {verb} noisy: {their} times cannot be believed; the first:"
         f" {problem.key()}, {reason}"
     ]
 

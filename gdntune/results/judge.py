@@ -15,7 +15,7 @@ from gdntune.results import flashinfer_rule, journal
 from gdntune import kernels
 from gdntune.device.arch import Device
 from gdntune.results.derive import Timed, beyond, by_work_units, derive, marked, passes, timed_cells
-from gdntune.errors import GdntuneError, UnsupportedProblem
+from gdntune.errors import GdntuneError, UnsupportedProblem, counted
 from gdntune.results.journal import Record, Run, Trial, noise_notes
 from gdntune.problem import Contract, Problem
 from gdntune.results.table import TUNING, Table
@@ -78,8 +78,8 @@ def replay(
         notes.append(f"{left_out} of {len(timed)} variants were left out")
         if lost:
             notes.append(
-                f"{lost} cells have no choice, since all their leaders were left out: their"
-                " neighbours' holds there"
+                f"{counted(lost, 'cell has', 'cells have')} no choice, since all leaders there were left"
+                " out: the neighbours' holds there"
             )
     return Replayed(table, run, [*notes, *noise_notes(records)])
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gdntune import kernels
 from gdntune.device.arch import target
-from gdntune.errors import JournalError, TableError
+from gdntune.errors import JournalError, TableError, counted
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Problem
 from gdntune.report.document import Document, Grid, Section
@@ -150,6 +150,23 @@ def test_long_cells_are_cut():
     assert grid.fitted().rows[1][1].startswith("a word and a word")
     assert grid.fitted().rows[0][1].endswith("x...")
     assert all(len(row[0]) + len(row[1]) + 7 <= 100 for row in grid.fitted().rows)
+
+
+def test_one_is_said_in_the_singular():
+    """Fault: `1 cells are noisy`, `1 rules, 1 intervals`."""
+    assert [counted(n, "cell is", "cells are") for n in (0, 1, 2)] == [
+        "0 cells are",
+        "1 cell is",
+        "2 cells are",
+    ]
+    header, contract = synthetic.run(), synthetic.contracts()[0]
+    checks = [Check(contract=contract, variant=v.id, status="ok") for v in synthetic.VARIANTS]
+    *trials, closing = synthetic.cell(Problem(contract, 1, 16, 64), header)
+    noisy = msgspec.structs.replace(closing, reason="noisy: the load is 8")
+    made = report_of(header, [*checks, *trials, noisy])
+    text = " ".join(made.markdown().split())
+    assert "1 cell is noisy: its times cannot be believed" in text
+    assert "1 choice is shown by the samples that chose it, which flatters it" in text
 
 
 def test_pages_need_no_first_looks(h100):

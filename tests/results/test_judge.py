@@ -454,7 +454,7 @@ def test_documents(default_is):
     text = repr(document)
     assert "t.json" in text
     assert "judged by the screen" in text
-    assert "1 cells where the default rule's was not timed are not judged" in text
+    assert "1 cell where the default rule's was not timed: not judged" in text
     assert document.sections[0].blocks[1].rows == (
         ("the table", "1", "50.00", "50.00", "1"),
         ("the default rule", "0", "-", "-", "0"),

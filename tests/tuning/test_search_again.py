@@ -383,7 +383,7 @@ def test_noisy_cells_are_timed_again(monkeypatch, store, tmp_path):
         seen = lambda: next(problems) == 8  # noqa: E731  the second cell, and once more
         first = run(tmp_path, store)
     assert [r.reason for r in first.records if isinstance(r, Cell)] == ["", f"noisy: {load}"]
-    assert first.table.evidence.failures["noisy"] == 1 and "1 cells are noisy" in str(first.notes)
+    assert first.table.evidence.failures["noisy"] == 1 and "1 cell is noisy" in str(first.notes)
     again = run(tmp_path, store)
     assert [r.problem.B for r in again.records if isinstance(r, Cell)] == [1, 8, 8]
     assert "noisy" not in again.table.evidence.failures and "noisy" not in str(again.notes)
