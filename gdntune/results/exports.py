@@ -17,6 +17,7 @@ import msgspec
 
 from gdntune.results import derive
 from gdntune import kernels
+from gdntune.errors import counted
 from gdntune.results.journal import Build, Check, Trial
 from gdntune.problem import Contract, Problem
 from gdntune.results.samples import LoadedRun, Row, tried
@@ -87,7 +88,7 @@ def kernel_tuner(sources: Sequence[LoadedRun]) -> Export:
         lost = sum(isinstance(r, Build) and r.status != "ok" for r in source.records)
         if lost:
             notes.append(
-                f"{source.name}: {lost} objects did not compile; a journal does not say for which"
+                f"{source.name}: {counted(lost, 'object')} did not compile; a journal does not say for which"
                 " cells: left out"
             )
     return Export(files, notes)

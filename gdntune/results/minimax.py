@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from gdntune.errors import JournalError, listed
+from gdntune.errors import JournalError, counted, listed
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract
 from gdntune.results import journal
@@ -134,7 +134,7 @@ def minimax(paths: Sequence[str | os.PathLike[str]], regret: float | None = None
     )
     notes = [f"{len(paths)} journals; each choice loses least on the card where it loses most"]
     if single:
-        notes.append(f"{single} cells were timed on one card alone")
+        notes.append(f"{counted(single, 'cell was', 'cells were')} timed on one card alone")
     if lost:
         notes.append(f"{lost} cells have no variant that all of their cards timed")
     return Replayed(table, first, notes)

@@ -220,7 +220,7 @@ def test_compile_parts(tmp_path):
     assert said["bundle_bytes"] == sum(p.stat().st_size for p in bundle.iterdir())
     assert {m["spec"]["facts"]["state_dtype"] for m in said["manifests"]} == {"bf16"}
     text = run("compile", path, "--arch", "cpu", "--part", "two", "--bundle", bundle).stdout
-    assert f"part two: 1 contracts, 2 cells, {said['objects']} objects\n" in text
+    assert f"part two: 1 contract, 2 cells, {said['objects']} objects\n" in text
     assert text.endswith(f"bundle: {bundle}, {said['bundle_bytes']:,} bytes\n")
 
 

@@ -121,7 +121,7 @@ def test_a_throttled_cell_is_said(tmp_path):
     *rest, closing = synthetic.records(header)
     hot = msgspec.structs.replace(closing, clocks_after={"event_reasons": ["sw_thermal_slowdown"]})
     assert isinstance(hot, Cell)
-    assert "1 cells were timed while heat or power" in report_of(header, [*rest, hot]).markdown()
+    assert "1 cell was timed while heat or power" in report_of(header, [*rest, hot]).markdown()
 
 
 def test_a_clock_that_moved_is_said(tmp_path):
@@ -134,7 +134,7 @@ def test_a_clock_that_moved_is_said(tmp_path):
     }
     text = report_of(header, [*rest, msgspec.structs.replace(closing, **looks)]).markdown()
     assert (
-        "1 cells were timed while a clock moved by more than 5%" in text
+        "1 cell was timed while a clock moved by more than 5%" in text
         and "held the clocks down" not in text
     )
 

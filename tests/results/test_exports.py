@@ -188,7 +188,7 @@ def test_t4_of_what_never_was_timed(tmp_path):
         assert [r["invalidity"] for r in results[-2:]] == ["correctness", "timeout"] and len(results) == 6
         assert results[-1]["configuration"] == {"variant": "no.longer.known"}
         assert results[-2]["configuration"] == {"kernel": known.kernel, **known.knobs}
-    assert export.notes == ["synthetic: 1 objects did not compile; a journal does not say for which cells: left out"]
+    assert export.notes == ["synthetic: 1 object did not compile; a journal does not say for which cells: left out"]
 
 
 # -- flashinfer-bench

@@ -93,7 +93,7 @@ def test_what_else_differs():
 def test_document():
     """The printed form says how much differs and where."""
     text = repr(diff_document(merge.diff(A, made((ONE, 8, "c"), (TWO, 8, "a"))), "A, B"))
-    assert "2 spans of work units in 1 contracts" in text
+    assert "2 spans of work units in 1 contract:" in text
     assert "'17 on'" in text
     assert "The choices are equal." in repr(diff_document(merge.diff(A, A), "A, A"))
 

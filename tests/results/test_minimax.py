@@ -60,7 +60,7 @@ def test_cells_of_one_card_alone(tmp_path):
     two = card(tmp_path / "two", b8={"b": 102.0, "c": 90.0})
     found = minimax([one, two])
     assert [variant for *_, variant in chosen(found)] == ["b"]
-    assert "1 cells were timed on one card alone" in found.notes
+    assert "1 cell was timed on one card alone" in found.notes
 
 
 def test_a_screen_judges_where_there_are_no_final_samples(tmp_path):
