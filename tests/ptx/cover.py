@@ -76,7 +76,8 @@ _POOLED = ("padding", "skipped", "null_index", "out_of_range", "split")
 WALK = 1000
 # Rows of a kernel: the first 7 hold every value and four of five pairs, 27 to 37 hold all. A row
 # takes 3 s of CPU time.
-ROWS = int(os.environ.get("GDNTUNE_PTX_ROWS", 7))
+EVERY = os.environ.get("GDNTUNE_TEST_ALL") == "1"
+ROWS = int(os.environ.get("GDNTUNE_PTX_ROWS", 99 if EVERY else 7))
 VALUE = 24
 REQUESTS = 3
 
