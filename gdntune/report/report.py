@@ -14,7 +14,8 @@ from gdntune.report.html import html
 from gdntune.report.markdown import markdown
 from gdntune.report.panels import Fact, Panel, facts, panel
 from gdntune.report.peers import compared, is_theirs
-from gdntune.report.sections import Letters, bases, document, of_contract, of_run
+from gdntune.report.rows import Letters, bases, of_contract, of_run
+from gdntune.report.sections import document
 from gdntune.results.baseline import Baseline, add_baseline
 from gdntune.results.frame import frame
 from gdntune.results.journal import Check, uncollected
