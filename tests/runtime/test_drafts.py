@@ -23,7 +23,7 @@ CASES = {
 }
 # what a machine without a compiler needs
 CONTRACTS = [x for c in CASES.values() for x in (c.replace(mode="frozen"), c.replace(ragged=True))]
-SEQUENCES = int(os.environ.get("GDNTUNE_DRAFT_SEQUENCES", 60))
+SEQUENCES = int(os.environ.get("GDNTUNE_DRAFT_SEQUENCES", 30))
 STEPS = int(os.environ.get("GDNTUNE_DRAFT_STEPS", 12))
 LAYERS, H, HV = 2, 1, 2
 BOUND = -5.0
