@@ -11,6 +11,7 @@ import random
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -78,9 +79,24 @@ def random_contract(op: str, pick: random.Random) -> Contract:
             accepted=intermediate == "slots" and pick.random() < 0.7,
             pool=intermediate == "slots" or pick.random() < 0.7,
             ragged=pick.random() < 0.3,
+            **(layer_fields(pick) if pick.random() < 0.3 else {}),
         )
         if contract_fault(contract) is None:
             return contract
+
+
+def layer_fields(pick: random.Random) -> dict[str, Any]:
+    """What a layer's step has around the delta rule. Shifted windows no CUDA kernel serves."""
+    found: dict[str, Any] = {"norm": pick.choice(["none", "silu", "sigmoid"])}
+    if found["norm"] != "none":
+        found["norm_weight_dtype"] = pick.choice(["bf16", "fp16", "fp32"])
+    if pick.random() < 0.6:
+        found |= {
+            "conv": pick.choice(["identity", "silu"]),
+            "conv_width": pick.choice([2, 3, 4]),
+            "conv_bias": pick.random() < 0.5,
+        }
+    return found
 
 
 @functools.cache

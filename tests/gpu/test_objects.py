@@ -32,6 +32,8 @@ def test_the_differential_run_draws_from_the_whole_contract(op):
     }
     wanted = {
         **TYPES,
+        "conv_window": ("ring",),
+        "conv_width": (2, 3, 4),
         "op": (op,),
         "gate": GATES[op],
         "input_dtype": ("bf16", "fp16"),
