@@ -8,7 +8,7 @@ import synthetic
 from rich.console import Console
 
 from gdntune.report.report import report
-from gdntune.results.journal import Build
+from gdntune.results.records import Build
 
 FAILED = (
     Build(

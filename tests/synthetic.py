@@ -9,7 +9,8 @@ from gdntune.device.arch import Clocks, Device, target
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.results.derive import derive
-from gdntune.results.journal import FILE, Build, Cell, Check, Record, Run, Trial, encode
+from gdntune.results.journal import FILE, encode
+from gdntune.results.records import Build, Cell, Check, Record, Run, Trial
 from gdntune.results.table import save
 from gdntune.sol import bytes_moved, floor_bytes
 

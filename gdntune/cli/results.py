@@ -159,7 +159,7 @@ def _refuse_empty(runs: list[Path], made: "Report") -> None:
     failed.
     """
     from gdntune.errors import JournalError
-    from gdntune.results.journal import Cell, Trial
+    from gdntune.results.records import Cell, Trial
 
     for path, source in zip(runs, made.sources, strict=True):
         if not any(isinstance(r, (Cell, Trial)) or r.status != "ok" for r in source.records):

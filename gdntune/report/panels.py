@@ -23,7 +23,7 @@ from gdntune.report.words import (
     size_names,
 )
 from gdntune.results.baseline import Baseline
-from gdntune.results.journal import NOISY, Trial
+from gdntune.results.records import NOISY, Trial
 
 if TYPE_CHECKING:
     import pandas as pd

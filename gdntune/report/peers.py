@@ -23,7 +23,7 @@ from gdntune.results.bootstrap import (
     verdict,
 )
 from gdntune.results.derive import passes
-from gdntune.results.journal import Cell, Check, Record, Trial
+from gdntune.results.records import Cell, Check, Record, Trial
 from gdntune.timing import tie
 
 if TYPE_CHECKING:

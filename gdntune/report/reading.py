@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gdntune.device import arch
 from gdntune.report import peers
 from gdntune.report.document import Block, Bullets, Code, Grid, Text
-from gdntune.results.journal import Run, made_by
+from gdntune.results.records import Run, made_by
 from gdntune.results.samples import LoadedRun
 
 if TYPE_CHECKING:

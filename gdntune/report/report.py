@@ -18,8 +18,9 @@ from gdntune.report.rows import Letters, bases, of_contract, of_run
 from gdntune.report.sections import document
 from gdntune.results.baseline import Baseline, add_baseline
 from gdntune.results.frame import frame
-from gdntune.results.journal import Check, uncollected
+from gdntune.results.journal import uncollected
 from gdntune.results.published import PREFIX, Published
+from gdntune.results.records import Check
 from gdntune.results.samples import LoadedRun, load
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from gdntune.problem import Contract
-from gdntune.results.journal import Cell, Check, Trial
+from gdntune.results.records import Cell, Check, Trial
 from gdntune.results.samples import LoadedRun
 
 if TYPE_CHECKING:

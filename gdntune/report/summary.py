@@ -23,7 +23,7 @@ from gdntune.report.words import (
 )
 from gdntune.results.baseline import Baseline
 from gdntune.results.bootstrap import CONFIDENCE
-from gdntune.results.journal import NOISY, Build, Cell, Check, Record, Trial, latest, made_by
+from gdntune.results.records import NOISY, Build, Cell, Check, Record, Trial, latest, made_by
 from gdntune.results.samples import LoadedRun
 
 if TYPE_CHECKING:

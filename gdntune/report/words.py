@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gdntune.problem import Contract
-from gdntune.results.journal import NOISY
+from gdntune.results.records import NOISY
 
 MISSING = "-"
 # What stands before a number that cannot be believed.

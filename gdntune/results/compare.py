@@ -15,7 +15,7 @@ from gdntune.results.bootstrap import LEAST_SAMPLES, RatioInterval, Verdict, rat
 from gdntune import strict
 from gdntune.results.derive import Final, Timed, by_work_units, derive, timed_cells
 from gdntune.errors import JournalError, UnknownName, UnsupportedProblem, listed
-from gdntune.results.journal import Run
+from gdntune.results.records import Run, noise_notes
 from gdntune.problem import Contract
 
 CHOSEN = "chosen"
@@ -127,7 +127,7 @@ class _Side(NamedTuple):
         # Derived anew, not read: a table beside the journal may be of another.
         rules = {rule.when: rule for rule in derive(records, run).rules}
         chosen = {(c, w): rules[c].at(w).variant for c, w in cells if c in rules}
-        return cls(run, cells, chosen, journal.noise_notes(records, f" of {name}"))
+        return cls(run, cells, chosen, noise_notes(records, f" of {name}"))
 
 
 def _compared(key: tuple[Contract, int], mine: _Side, theirs: _Side, variant: str) -> Compared:

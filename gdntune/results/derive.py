@@ -14,7 +14,8 @@ import msgspec
 from gdntune import sol
 from gdntune.device.arch import Device
 from gdntune.errors import JournalError, MeasurementError
-from gdntune.results.journal import Build, Cell, Check, Record, Run, Trial, digest, noisy
+from gdntune.results.journal import digest
+from gdntune.results.records import Build, Cell, Check, Record, Run, Trial, noisy
 from gdntune.kernels.spec import FLOORS, Variant, floor_name
 from gdntune.problem import Contract, Problem
 from gdntune.results.table import Evidence, Interval, Origin, Rule, Table, TableVariant

@@ -25,7 +25,7 @@ from gdntune import sol
 from gdntune.device.arch import Device
 from gdntune.results.derive import passes, timed_cells
 from gdntune.errors import JournalError, UnsupportedProblem
-from gdntune.results.journal import Check, Record, Run
+from gdntune.results.records import Check, Record, Run
 from gdntune.problem import Contract, Problem
 from gdntune.timing import summary
 

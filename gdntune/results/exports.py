@@ -18,7 +18,7 @@ import msgspec
 from gdntune.results import derive
 from gdntune import kernels
 from gdntune.errors import counted
-from gdntune.results.journal import Build, Check, Trial
+from gdntune.results.records import Build, Check, Trial
 from gdntune.problem import Contract, Problem
 from gdntune.results.samples import LoadedRun, Row, tried
 

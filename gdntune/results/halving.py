@@ -11,7 +11,7 @@ import msgspec
 
 from gdntune.results.derive import beyond, derive, passes, timed_cells
 from gdntune.errors import UnsupportedProblem
-from gdntune.results.journal import Record, Run, Trial
+from gdntune.results.records import Record, Run, Trial
 from gdntune.results.judge import (
     JudgedCell,
     Judgement,

@@ -16,7 +16,7 @@ from gdntune import kernels
 from gdntune.device.arch import Device
 from gdntune.results.derive import Timed, beyond, by_work_units, derive, marked, passes, timed_cells
 from gdntune.errors import GdntuneError, UnsupportedProblem, counted
-from gdntune.results.journal import Record, Run, Trial, noise_notes
+from gdntune.results.records import Record, Run, Trial, noise_notes
 from gdntune.problem import Contract, Problem
 from gdntune.results.table import TUNING, Table
 

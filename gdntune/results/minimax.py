@@ -29,7 +29,7 @@ from gdntune.results.derive import (
     timed_again,
     timed_cells,
 )
-from gdntune.results.journal import Record, Run
+from gdntune.results.records import Record, Run
 from gdntune.results.judge import Replayed
 from gdntune.results.merge import joined_origins
 from gdntune.results.table import Evidence, Rule, Table, TableVariant

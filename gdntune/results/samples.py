@@ -14,8 +14,8 @@ from gdntune import kernels, sol
 from gdntune.errors import GdntuneError, JournalError, MeasurementError
 from gdntune.kernels.spec import BY_INDEX, FLOORS, floor_name
 from gdntune.problem import Contract, Problem
-from gdntune.results import derive, journal
-from gdntune.results.journal import Cell, Check, Record, Run, Trial
+from gdntune.results import derive, journal, records
+from gdntune.results.records import Cell, Check, Record, Run, Trial
 from gdntune.results.summaries import Summary, summaries
 from gdntune.results.table import Rule, Table
 from gdntune.results.table import load as load_table
@@ -81,12 +81,12 @@ class LoadedRun:
     @functools.cached_property
     def noise(self) -> dict[Problem, str]:
         """Why the times of a cell cannot be believed, where they cannot."""
-        return {cell.problem: cell.reason for cell in journal.noisy(self.records)}
+        return {cell.problem: cell.reason for cell in records.noisy(self.records)}
 
     @functools.cached_property
     def power_capped(self) -> set[Problem]:
         """The cells that were last timed at the device's power limit."""
-        return journal.power_capped(self.records)
+        return records.power_capped(self.records)
 
     @functools.cached_property
     def _rules(self) -> dict[Contract, Rule]:

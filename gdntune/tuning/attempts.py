@@ -15,7 +15,7 @@ from gdntune.device.arch import Device
 from gdntune.errors import GdntuneError, MeasurementError
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
-from gdntune.results.journal import NOISY, Cell, Check, Purpose, Record, Trial
+from gdntune.results.records import NOISY, Cell, Check, Purpose, Record, Trial
 from gdntune.tuning import noise, probe, worker
 from gdntune.tuning.config import Search
 from gdntune.tuning.executors import Crashed, NotStarted, Worker

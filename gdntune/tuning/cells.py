@@ -23,7 +23,7 @@ from gdntune.results.derive import (
     timed_again,
     timed_cells,
 )
-from gdntune.results.journal import Cell, Record, Run, Trial
+from gdntune.results.records import Cell, Record, Run, Trial
 from gdntune.results.table import Rule, Table
 from gdntune.tuning.config import Config, HeldOut, Search
 

@@ -6,7 +6,8 @@ import msgspec
 
 from gdntune import kernels
 from gdntune.device.arch import Card, Device, software
-from gdntune.results.journal import Run, now
+from gdntune.results.journal import now
+from gdntune.results.records import Run
 from gdntune.timing import Policy
 from gdntune.tuning.plan import Plan
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from gdntune import kernels
 from gdntune.errors import listed
 from gdntune.kernels.spec import Role, Variant
-from gdntune.results.journal import Build, Cell, Check, Record, Trial, latest, timed
+from gdntune.results.records import Build, Cell, Check, Record, Trial, latest, timed
 from gdntune.tuning.config import same
 from gdntune.tuning.plan import Plan, Usable, chosen_by
 

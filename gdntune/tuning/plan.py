@@ -18,7 +18,7 @@ from gdntune.errors import UnsupportedProblem
 from gdntune.kernels.spec import Variant
 from gdntune.objects.store import ObjectSpec, object_spec
 from gdntune.problem import Contract, Problem
-from gdntune.results.journal import PEER, TABLE
+from gdntune.results.records import PEER, TABLE
 from gdntune.results.table import Table
 from gdntune.timing import L2
 from gdntune.tuning import cells

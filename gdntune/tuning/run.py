@@ -21,13 +21,13 @@ from gdntune.kernels.spec import Variant
 from gdntune.objects.build import SPILL_LIMIT_BYTES, Built, compile_objects
 from gdntune.objects.store import Store
 from gdntune.problem import Contract, Problem
-from gdntune.results import journal as journals
+from gdntune.results import records as kinds
 from gdntune.results.derive import as_chosen, derive, marked, timed_cells
-from gdntune.results.journal import (
+from gdntune.results.journal import Journal
+from gdntune.results.records import (
     Build,
     Cell,
     Check,
-    Journal,
     Record,
     Run,
     noise_notes,
@@ -53,7 +53,7 @@ from gdntune.tuning.throttling import (
     was_throttled,
 )
 
-Purpose = journals.Purpose | msgspec.UnsetType
+Purpose = kinds.Purpose | msgspec.UnsetType
 
 
 class Means(NamedTuple):

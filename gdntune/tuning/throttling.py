@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gdntune.errors import MeasurementError
-from gdntune.results.journal import Cell, Record
+from gdntune.results.records import Cell, Record
 
 # So many throttled cells of a device in a row, each twice and after a wait, are no accident.
 THROTTLED_IN_A_ROW = 3

@@ -12,7 +12,7 @@ from gdntune.device.arch import target
 from gdntune.problem import Contract
 from gdntune.report.report import report
 from gdntune.results import table
-from gdntune.results.journal import Check, Trial
+from gdntune.results.records import Check, Trial
 
 
 def test_report_forms(folder, tmp_path):

@@ -17,7 +17,8 @@ from gdntune.cli.app import app
 from gdntune.errors import UnknownName
 from gdntune.kernels import cpu_recurrent_config
 from gdntune.kernels.fingerprint import fingerprint
-from gdntune.results.journal import Check, Trial, read
+from gdntune.results.journal import read
+from gdntune.results.records import Check, Trial
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

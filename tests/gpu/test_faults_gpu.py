@@ -11,7 +11,7 @@ from fakes import faulty
 from gdntune import search
 from gdntune.device.arch import detect
 from gdntune.results import table
-from gdntune.results.journal import Cell, Check, Trial
+from gdntune.results.records import Cell, Check, Trial
 from gdntune.runtime.dispatch import runtime
 from gdntune.tuning import attempts as trials
 from gdntune.tuning import config

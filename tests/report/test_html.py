@@ -23,8 +23,8 @@ from gdntune.report.document import Bullets, Document, Grid, Section, Text
 from gdntune.report.html import html
 from gdntune.report.panels import packed
 from gdntune.report.report import report
-from gdntune.results.journal import Cell, Check, Trial
 from gdntune.results.published import published
+from gdntune.results.records import Cell, Check, Trial
 
 ONE = Contract()
 BROWSER = next(

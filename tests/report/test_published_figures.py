@@ -11,7 +11,7 @@ from gdntune.report import published_figures
 from gdntune.report.peers import slower
 from gdntune.report.published_figures import tables
 from gdntune.results.frame import frame
-from gdntune.results.journal import Cell, Trial
+from gdntune.results.records import Cell, Trial
 from gdntune.results.samples import load
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from gdntune.report.terminal import print_document, shade
 from gdntune.report.words import geometric_mean, number, ranges
 from gdntune.results import judge
 from gdntune.results.frame import COLUMNS
-from gdntune.results.journal import Cell, Check, Trial
+from gdntune.results.records import Cell, Check, Trial
 
 
 def test_one_row_a_cell_and_implementation(made):

@@ -7,7 +7,7 @@ from reported import report_of
 
 from gdntune.kernels.spec import Variant
 from gdntune.peers.spec import Peer
-from gdntune.results.journal import Cell, Trial
+from gdntune.results.records import Cell, Trial
 
 
 def benched(header, found, choice, default="z", peer_trials=()):

@@ -10,7 +10,7 @@ from reported import report_of, terminal, text_of
 from gdntune.device.arch import Card
 from gdntune.problem import Contract, Problem
 from gdntune.report.report import Report, report
-from gdntune.results.journal import Cell, Check, Trial
+from gdntune.results.records import Cell, Check, Trial
 
 
 def test_several_runs(folder, tmp_path):

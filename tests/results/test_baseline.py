@@ -15,7 +15,7 @@ from gdntune.errors import UnknownName
 from gdntune.kernels.spec import Variant
 from gdntune.report.report import report
 from gdntune.results.frame import COLUMNS
-from gdntune.results.journal import Cell, Trial
+from gdntune.results.records import Cell, Trial
 
 FAST, SLOW = (Variant("peer:other", f"peer:other.{name}", {"version": "1.2"}) for name in ("fast", "slow"))
 ADDED = ["baseline", "baseline_us", "speedup_over_baseline"]

@@ -16,7 +16,7 @@ from gdntune.problem import Contract, Problem
 from gdntune.report.comparisons import comparison_document
 from gdntune.results import compare
 from gdntune.results.bootstrap import RatioInterval, ratio_of_means, verdict
-from gdntune.results.journal import Cell, Check, Trial
+from gdntune.results.records import Cell, Check, Trial
 
 HEADER = synthetic.run()
 

@@ -17,7 +17,8 @@ from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.results import table
 from gdntune.results.derive import choose, derive
-from gdntune.results.journal import Build, Cell, Check, Run, Trial, digest
+from gdntune.results.journal import digest
+from gdntune.results.records import Build, Cell, Check, Run, Trial
 from gdntune.timing import CUPTI_STEP_US, TIE_SHARE
 
 RUN = Run(

@@ -23,7 +23,7 @@ from gdntune.problem import Contract, Problem
 from gdntune.report.expect import MARK, expectations
 from gdntune.report.markdown import markdown
 from gdntune.results.expect import Model
-from gdntune.results.journal import Check, Trial
+from gdntune.results.records import Check, Trial
 from gdntune.results.published import published
 from gdntune.tuning import config
 from gdntune.tuning.plan import plan_objects

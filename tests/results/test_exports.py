@@ -17,7 +17,7 @@ from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.report.report import report
 from gdntune.results import exports
-from gdntune.results.journal import Build, Cell, Check, Trial
+from gdntune.results.records import Build, Cell, Check, Trial
 
 # What kernel_tuner/schema/T4/1.0.0/results-schema.json of github.com/KernelTuner/kernel_tuner asks
 # for, in our words; stricter where it

@@ -29,7 +29,8 @@ from gdntune.errors import JournalError, Locked
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.results import journal
-from gdntune.results.journal import Build, Cell, Check, Journal, Run, Trial
+from gdntune.results.journal import Journal
+from gdntune.results.records import Build, Cell, Check, Run, Trial, made_by
 
 RUN = Run(
     config="small",
@@ -247,7 +248,7 @@ def test_another_sweeps_journal_is_refused(tmp_path, there, here, said):
     with pytest.raises(JournalError) as e:
         Journal.open(tmp_path, msgspec.structs.replace(RUN, **here))
     assert str(e.value) == (
-        f"{j.path}: of another {journal.made_by(run)}: {said}. Give this one a folder of its own (--out), or ask for what the "
+        f"{j.path}: of another {made_by(run)}: {said}. Give this one a folder of its own (--out), or ask for what the "
         f"journal was started with: gdntune sweep ({RUN.started})"
     )
     assert j.path.read_bytes() == before

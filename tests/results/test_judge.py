@@ -16,7 +16,8 @@ from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.report import judgements
 from gdntune.results import derive, halving, judge, merge, table
-from gdntune.results.journal import Cell, Check, Journal, Trial, read
+from gdntune.results.journal import Journal, read
+from gdntune.results.records import Cell, Check, Trial
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"

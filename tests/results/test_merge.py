@@ -15,7 +15,7 @@ from gdntune.problem import Contract, Problem
 from gdntune.report.comparisons import diff_document
 from gdntune.results import merge, table
 from gdntune.results.derive import derive
-from gdntune.results.journal import Cell, Check, Trial
+from gdntune.results.records import Cell, Check, Trial
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "table.schema.json"
 ONE, TWO, FOUR = (Contract(tokens=t) for t in (1, 2, 4))

@@ -12,7 +12,8 @@ from gdntune.errors import JournalError
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.results import table
-from gdntune.results.journal import FILE, Cell, Check, Trial, encode
+from gdntune.results.journal import FILE, encode
+from gdntune.results.records import Cell, Check, Trial
 from gdntune.results.minimax import minimax
 
 RUN = synthetic.run(kernels={"recurrent": "f1"}, regret=0.01)

@@ -11,7 +11,7 @@ from gdntune.errors import UnknownName
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.report.report import report
-from gdntune.results.journal import Check, Trial
+from gdntune.results.records import Check, Trial
 from gdntune.results.published import NAMES, published
 from gdntune.tuning import config
 

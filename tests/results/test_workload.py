@@ -13,7 +13,7 @@ from gdntune.errors import ConfigError
 from gdntune.problem import Problem
 from gdntune.report.report import report
 from gdntune.results import workload
-from gdntune.results.journal import Check
+from gdntune.results.records import Check
 from gdntune.results.workload import Load
 from gdntune.tuning import cells, config
 

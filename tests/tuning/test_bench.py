@@ -25,7 +25,8 @@ from gdntune.report.report import report
 from gdntune.report.words import ratio
 from gdntune.results import judge, table
 from gdntune.results.derive import derive
-from gdntune.results.journal import Build, Cell, Check, Journal, Trial, digest, read
+from gdntune.results.journal import Journal, digest, read
+from gdntune.results.records import Build, Cell, Check, Trial
 from gdntune.results.table import Interval, Rule, TableVariant
 from gdntune.timing import Policy
 from gdntune.tuning import bench, config, plan, worker

@@ -16,7 +16,7 @@ from gdntune.errors import ConfigError
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Problem, problem_fault
 from gdntune.results import derive
-from gdntune.results.journal import Cell, Check, Trial
+from gdntune.results.records import Cell, Check, Trial
 from gdntune.tuning import cells, config
 
 RUN = synthetic.run(keeps_default=True, regret=0.01)

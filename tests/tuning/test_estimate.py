@@ -10,7 +10,7 @@ from gdntune import kernels
 from gdntune.device import arch
 from gdntune.objects.store import Store
 from gdntune.results import journal
-from gdntune.results.journal import Cell, Trial
+from gdntune.results.records import Cell, Trial
 from gdntune.tuning import cells, config, estimate
 from gdntune.tuning.plan import sweep_plan
 

@@ -18,7 +18,8 @@ from gdntune.report.report import report
 from gdntune.report.tables import table_document
 from gdntune.results import table
 from gdntune.results.derive import derive
-from gdntune.results.journal import Cell, Journal, noise_notes, noisy, power_capped
+from gdntune.results.journal import Journal
+from gdntune.results.records import Cell, noise_notes, noisy, power_capped
 from gdntune.tuning import attempts, noise
 from gdntune.tuning.config import Search
 from gdntune.tuning.measure import CellResult, CellTiming, TimedVariant

@@ -24,7 +24,8 @@ from gdntune.errors import (
     UnsupportedProblem,
 )
 from gdntune.results import derive, judge, table
-from gdntune.results.journal import Build, Cell, Check, Journal, Trial, read
+from gdntune.results.journal import Journal, read
+from gdntune.results.records import Build, Cell, Check, Trial
 from gdntune.timing import Policy
 from gdntune.tuning import attempts as trials
 from gdntune.tuning import config, notes, worker

@@ -18,7 +18,8 @@ from gdntune.errors import (
 from gdntune.objects.build import Built
 from gdntune.report.report import report
 from gdntune.results import derive
-from gdntune.results.journal import Cell, Trial, read
+from gdntune.results.journal import read
+from gdntune.results.records import Cell, Trial
 from gdntune.tuning import attempts as trials
 from gdntune.tuning import cells, config, worker
 from gdntune.tuning import run as engine

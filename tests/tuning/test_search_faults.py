@@ -27,7 +27,8 @@ from gdntune.device import arch
 from gdntune.errors import JournalError, Locked
 from gdntune.objects.store import Store
 from gdntune.results import journal
-from gdntune.results.journal import Build, Cell, Check, Journal, Trial
+from gdntune.results.journal import Journal
+from gdntune.results.records import Build, Cell, Check, Trial
 from gdntune.tuning import config
 
 CELLS = 40

@@ -21,7 +21,8 @@ from gdntune.objects import build
 from gdntune.objects.store import Store
 from gdntune.report.report import report
 from gdntune.results import derive, journal, judge, table
-from gdntune.results.journal import FILE, Cell, Check, Trial, read
+from gdntune.results.journal import FILE, read
+from gdntune.results.records import Cell, Check, Trial
 from gdntune.tuning import config, team, worker
 from gdntune.tuning.executors import Crashed
 from gdntune.tuning.plan import plan_objects, sweep_plan
