@@ -7,6 +7,7 @@ import msgspec
 
 from gdntune import kernels, sol
 from gdntune.device.arch import Device, cpu_threads
+from gdntune.errors import counted
 from gdntune.kernels.spec import Variant, floor_name
 from gdntune.objects.store import Store
 from gdntune.problem import Problem
@@ -53,17 +54,14 @@ class Estimate(msgspec.Struct, frozen=True):
 
     def words(self) -> str:
         """One line for the terminal."""
+        minutes = max(1, round(self.minutes))
         about = (
-            f"{self.minutes:.0f}"
-            if self.minutes >= 1.5
-            else "1"
-            if self.minutes > 0.5
-            else "less than 1"
+            "less than a minute" if self.minutes <= 0.5 else f"about {counted(minutes, 'minute')}"
         )
-        plural = "" if about in ("1", "less than 1") else "s"
         return (
-            f"{self.cells} cells of {self.contracts} contracts, {self.variants} variants,"
-            f" {self.objects} objects ({self.missing} to compile): about {about} minute{plural}"
+            f"{counted(self.cells, 'cell')} of {counted(self.contracts, 'contract')},"
+            f" {counted(self.variants, 'variant')}, {counted(self.objects, 'object')}"
+            f" ({self.missing} to compile): {about}"
         )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gdntune import kernels
-from gdntune.errors import listed
+from gdntune.errors import counted, listed
 from gdntune.kernels.spec import Role, Variant
 from gdntune.results.records import Build, Cell, Check, Record, Trial, latest, timed
 from gdntune.tuning.config import same
@@ -17,17 +17,18 @@ def failures(records: Sequence[Record]) -> list[str]:
     # A peer that does not serve a contract is no failure of this run; its row says why.
     last = [r for r in latest(records) if not (isinstance(r, Trial) and r.role == "peer")]
     lines = []
-    for kind, name in (
-        (Build, "did not compile"),
-        (Check, "did not pass the check"),
-        (Trial, "failed while timed"),
-        (Cell, "cells have no times"),
+    for kind, *names in (
+        (Build, "did not compile", "did not compile"),
+        (Check, "did not pass the check", "did not pass the check"),
+        (Trial, "failed while timed", "failed while timed"),
+        (Cell, "cell has no times", "cells have no times"),
     ):
         failed = [r for r in last if isinstance(r, kind) and r.status != "ok"]
         if failed:
             what = getattr(failed[0], "variant", "")
             label = what.id if isinstance(what, Variant) else what
-            said = f"{len(failed)} {name}; the first: {label} {failed[0].reason[:300]}"
+            counts = counted(len(failed), *names)
+            said = f"{counts}; the first: {label} {failed[0].reason[:300]}"
             lines.append(said.replace("  ", " "))
     return lines
 

@@ -198,7 +198,7 @@ def test_a_failed_cell_is_tried_again(monkeypatch, store, tmp_path):
     with monkeypatch.context() as patched:
         patched.setattr(worker, "time_task", lost_records)
         first = run(tmp_path, store)
-    assert first.timed == 3 and any("1 cells have no times" in note for note in first.notes)
+    assert first.timed == 3 and any("1 cell has no times" in note for note in first.notes)
     again = run(tmp_path, store)
     assert {r.problem.B for r in again.records[len(first.records) :]} == {3}
     assert [r.status for r in again.records if isinstance(r, Cell)].count("ok") == again.timed == 4

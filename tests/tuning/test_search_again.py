@@ -349,7 +349,7 @@ def test_a_failed_cell_is_tried_again(fault, reason, monkeypatch, store, tmp_pat
         outcome = run(tmp_path, store)
     assert [e.work_units for i in outcome.table.rules[0].intervals for e in i.evidence] == [2]
     assert any(
-        "1 cells have no times; the first:" in note and reason in note for note in outcome.notes
+        "1 cell has no times; the first:" in note and reason in note for note in outcome.notes
     )
     # no variant is to blame, so none is left out
     assert not [r for r in outcome.records if isinstance(r, Trial) and r.status != "ok"]
@@ -399,7 +399,7 @@ def test_a_cell_that_fails_again_stays_failed(monkeypatch, store, tmp_path):
         assert [r.status for r in outcome.records if isinstance(r, Cell) and r.problem.B == 8] == [
             "failed"
         ] * times
-        assert any("1 cells have no times" in note for note in outcome.notes)
+        assert any("1 cell has no times" in note for note in outcome.notes)
 
 
 def test_a_cell_without_variants_is_tried_again(monkeypatch, store, tmp_path):
