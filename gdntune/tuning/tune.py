@@ -28,8 +28,12 @@ from gdntune.runtime import dispatch, records
 from gdntune.tuning.config import Part
 
 log = logging.getLogger("gdntune")
+# An engine that a script started in the background ignores SIGINT, and so would its children.
+HEEDS_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 # The sweep's program; what it prints goes to a file.
-COMMAND: tuple[str, ...] = (sys.executable, "-m", "gdntune", "sweep")
+COMMAND: tuple[str, ...] = (
+    sys.executable, "-c", f"{HEEDS_SIGINT}from gdntune.__main__ import main; main()", "sweep"
+)  # fmt: skip
 # How long a sweep that was told to stop may take to close its journal.
 GRACE_S = 15.0
 # A quick sweep: half the samples at which a 1% difference decides. A choice is the best of its

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import signal
 import sys
 import time
 from pathlib import Path
@@ -79,16 +80,19 @@ def replayed(made):
     return mock.create_autospec(Replayed, instance=True, table=made)
 
 
-def test_a_budget_ends_the_sweep(own_runtime, monkeypatch, tmp_path):
+def test_a_budget_ends_the_sweep(own_runtime, monkeypatch, tmp_path, request):
     """A sweep that is at it when the budget ends is told to stop, and nothing of it is left; where
-    no cell was timed the error says what it was at.
+    no cell was timed the error says what it was at. Fault: a host that ignores SIGINT, as what a
+    script starts in the background does, had a sweep that ignored it too, and waited in vain.
     """
     mark = tmp_path / "ended"
-    code = (
+    code = tune.HEEDS_SIGINT + (
         "import pathlib, sys, time\nprint('compiling', flush=True)\n"
         f"try:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    pathlib.Path({str(mark)!r}).touch()"
     )
     monkeypatch.setattr(tune, "COMMAND", (sys.executable, "-c", code))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     started = time.monotonic()
     with pytest.raises(ToolMissing, match="no cell was timed within 10 s: compiling"):
         gdntune.tune([CONTRACT], [1], heads=(1, 1), device="cpu", budget_s=10)
