@@ -9,9 +9,11 @@ import msgspec
 from gdntune import kernels
 from gdntune.errors import UnsupportedProblem
 from gdntune.kernels.spec import Variant
+from gdntune.objects.store import object_spec
 from gdntune.problem import Op, Problem
 from gdntune.results.table import Evidence, Rule
 from gdntune.runtime import dispatch
+from gdntune.runtime.compiling import compile_missing
 from gdntune.timing import Policy
 from gdntune.tuning.config import Search
 from gdntune.tuning.measure import time_cell
@@ -80,6 +82,8 @@ def check_table(
             " 1"
         )
     policy = msgspec.convert(dict(source.table.policy), Policy, strict=False)
+    if runtime.device.kind == "cuda":
+        _compile_flush(runtime)
     session = Session(runtime.device, index, runtime.store, policy)
     picked = seen[:: max(1, len(seen) // cells)][:cells]
     return [_checked(session, runtime, rule, e) for rule, e in picked]
@@ -90,9 +94,21 @@ def _checked(session: Session, runtime: Any, rule: Rule, e: Evidence) -> CellChe
     problem = Problem(rule.when, e.work_units // HV, max(1, HV // 4), HV)
     chosen = runtime.bind(rule.when).choice(e.work_units).variant
     default = kernels.default(rule.when, e.work_units, runtime.device)
-    means = _means(session, problem, [chosen, *([default] if default != chosen else [])])
+    variants = [chosen, *([default] if default != chosen else [])]
+    # what is not there yet is compiled, as at a call
+    runtime.functions(rule.when, variants)
+    means = _means(session, problem, variants)
     # the default is the choice, where they are one
     return judged(problem, chosen.id, e.mean_us, means[chosen.id], default.id, means[default.id])
+
+
+def _compile_flush(runtime: Any) -> None:
+    """What empties the cache between samples, where neither store nor bundle has it."""
+    contract, variant = kernels.flush()
+    kernel = kernels.get(variant.kernel)
+    spec = object_spec(kernel, contract, variant, runtime.device, label="flush")
+    if runtime.store.find(spec) is None:
+        compile_missing([(spec, kernel.compiler)], runtime.store, contract)
 
 
 def _means(session: Session, problem: Problem, variants: Sequence[Variant]) -> dict[str, float]:

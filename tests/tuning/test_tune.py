@@ -1,8 +1,8 @@
 """Tuning within a budget, checking a table against the device, and tables of several ranks."""
 
 import json
-import subprocess
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -117,8 +117,8 @@ def test_what_a_cell_is_called(now, default, status):
 
 
 def test_a_table_is_checked_by_its_cells(given, own_runtime):  # noqa: F811
-    """A few of the cells that a table has evidence of are timed; without a table, or evidence, it
-    is said.
+    """A few of the cells that a table has evidence of are timed, compiled first where they are not;
+    without a table, or evidence, it is said. Fault: "compile it first", in a process that had not.
     """
     with pytest.raises(UnsupportedProblem, match="no table for gdn_decode"):
         gdntune.check_table("cpu")
