@@ -136,8 +136,8 @@ def minimax(paths: Sequence[str | os.PathLike[str]], regret: float | None = None
     if single:
         notes.append(f"{counted(single, 'cell was', 'cells were')} timed on one card alone")
     if lost:
-        cells = counted(lost, "cell has", "cells have")
-        notes.append(f"{cells} no variant that was timed on every card of the cell")
+        without = counted(lost, "cell has", "cells have")
+        notes.append(f"{without} no variant that was timed on every card of the cell")
     return Replayed(table, first, notes)
 
 
