@@ -47,7 +47,7 @@ from gdntune.cli.common import (
 from gdntune.errors import UnsupportedProblem, counted, no_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
     from rich.text import Text
@@ -370,6 +370,13 @@ def compile_(
             " --table, choose there, the default rule's choices and the floors.",
         ),
     ] = False,
+    dependent: Annotated[
+        bool,
+        typer.Option(
+            "--dependent-launch",
+            help="With --table: also what calls with dependent_launch=True take.",
+        ),
+    ] = False,
     bundle: Annotated[
         Path | None,
         typer.Option(help="Folder to link all objects into, for a machine without a compiler."),
@@ -397,7 +404,13 @@ def compile_(
     # Before minutes of compiling, which a file at that place would make worthless.
     if bundle and (fault := no_folder(bundle)):
         raise UnsupportedProblem(f"--bundle {bundle}: {fault}; choose another place")
-    objects = _objects(wanted, device, table, of_bench)
+    if dependent and not table:
+        raise UnsupportedProblem("--dependent-launch without --table: expected both")
+
+    def needs(config: "Config") -> "list[tuple[ObjectSpec, str]]":
+        return _objects(config, device, table, of_bench, dependent)
+
+    objects = needs(wanted)
     if not objects:
         raise UnsupportedProblem(
             f"{wanted.name} needs no object on {device.arch}: no kernel serves its contracts there"
@@ -410,7 +423,7 @@ def compile_(
     if bundle and manifests:
         write_bundle(store, [m.spec for m in manifests], bundle)
     bundle_bytes = sum(f.stat().st_size for f in bundle.iterdir()) if bundle and manifests else None
-    parts = _parts(wanted, device, table, of_bench)
+    parts = _parts(wanted, needs)
     if as_json:
         print_json(
             {
@@ -437,7 +450,7 @@ def compile_(
 
 
 def _objects(
-    config: "Config", device: "Device", tables: list[Path] | None, of_bench: bool
+    config: "Config", device: "Device", tables: list[Path] | None, of_bench: bool, dependent: bool
 ) -> "list[tuple[ObjectSpec, str]]":
     """What a sweep of a config needs, or a bench, or just what tables can choose for it."""
     from gdntune.tuning.chosen import chosen_objects
@@ -446,12 +459,12 @@ def _objects(
     if of_bench:
         return bench_objects(config, device, tables or ())
     if tables:
-        return chosen_objects(config.all_contracts(), tables, device)
+        return chosen_objects(config.all_contracts(), tables, device, dependent)
     return plan_objects(config, device)
 
 
 def _parts(
-    config: "Config", device: "Device", tables: list[Path] | None, of_bench: bool
+    config: "Config", needs: "Callable[[Config], list[tuple[ObjectSpec, str]]]"
 ) -> list[dict[str, Any]]:
     """What each part of a config needs by itself; objects that parts share count in each."""
     rows: list[dict[str, Any]] = []
@@ -462,7 +475,7 @@ def _parts(
             {
                 "name": part.name,
                 **numbers,
-                "objects": len(_objects(alone, device, tables, of_bench)),
+                "objects": len(needs(alone)),
             }
         )
     return rows

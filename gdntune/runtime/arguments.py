@@ -35,7 +35,13 @@ TENSORS = (
     " intermediate_state_indices ssm_state_indices num_accepted_tokens cu_seqlens output"
 ).split()
 LAYER_TENSORS = ("output_gate norm_weight conv_state conv_weight conv_bias conv_position").split()
-STATIC = ("state_layout", "batch_invariant", "disable_state_update", "max_tokens")
+STATIC = (
+    "state_layout",
+    "batch_invariant",
+    "dependent_launch",
+    "disable_state_update",
+    "max_tokens",
+)
 NUMBERS = (
     "scale softplus_beta softplus_threshold null_index use_qk_l2norm allow_neg_eigval lower_bound"
 ).split()
@@ -105,6 +111,7 @@ def explain(error: Exception, called: dict[str, Any], needed: str) -> None:
 def check_static(
     state_layout: Any,
     batch_invariant: Any,
+    dependent_launch: Any = False,
     disable_state_update: Any = False,
     max_tokens: Any = None,
 ) -> None:
@@ -118,7 +125,10 @@ def check_static(
             f"{shown('max_tokens', max_tokens)}: expected 1 to {MAX_TOKENS}; split longer"
             " requests into several calls"
         )
-    _check_flags(batch_invariant=batch_invariant, disable_state_update=disable_state_update)
+    _check_flags(
+        batch_invariant=batch_invariant, dependent_launch=dependent_launch,
+        disable_state_update=disable_state_update,
+    )  # fmt: skip
 
 
 def check_numbers(

@@ -144,11 +144,15 @@ def first(
 
 
 def _bind(t: Tensors, s: Settings, layer: Layer) -> Bound:
-    arguments.check_static(s.state_layout, s.batch_invariant, s.frozen, s.max_tokens)
+    arguments.check_static(
+        s.state_layout, s.batch_invariant, s.dependent_launch, s.frozen, s.max_tokens
+    )
     contract = layer.contract(contracts.contract_of(t, s))
     device = t.q.device
     return runtime(device.type, device.index or 0).bind(
-        contract, batch_invariant=bool(s.batch_invariant)
+        contract,
+        batch_invariant=bool(s.batch_invariant),
+        dependent_launch=bool(s.dependent_launch),
     )
 
 

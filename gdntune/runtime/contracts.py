@@ -47,6 +47,7 @@ class Settings(NamedTuple):
     state_layout: Any
     frozen: Any
     batch_invariant: Any
+    dependent_launch: Any
     max_tokens: Any
     scale: Any
     softplus_beta: Any

@@ -6,6 +6,7 @@ default rule. Nothing is decided twice: a contract is bound once.
 """
 
 import bisect
+import dataclasses
 import hashlib
 import logging
 import math
@@ -105,7 +106,7 @@ class Runtime:
         _log_as_asked()
         self.store = store or Store(bundles=_bundles(device))
         self._sources: dict[str, Source | None] = {}
-        self._bound: dict[tuple[Contract, bool], Bound] = {}
+        self._bound: dict[tuple[Contract, bool, bool | None], Bound] = {}
 
     def use(self, path: str | os.PathLike[str]) -> table.Table:
         """Makes a table the one in use for the ops it has rules for. UnsupportedProblem for one of
@@ -238,9 +239,17 @@ class Runtime:
             )
         return []
 
-    def bind(self, contract: Contract, *, batch_invariant: bool = False) -> "Bound":
-        """The functions that serve a contract, bound once."""
-        key = (contract, batch_invariant)
+    def bind(
+        self,
+        contract: Contract,
+        *,
+        batch_invariant: bool = False,
+        dependent_launch: bool | None = None,
+    ) -> "Bound":
+        """The functions that serve a contract, bound once. dependent_launch: whether the caller
+        allows it; None: as each variant was chosen.
+        """
+        key = (contract, batch_invariant, dependent_launch)
         bound = self._bound.get(key)
         if bound is None:
             choices = self.choices(contract)
@@ -253,6 +262,8 @@ class Runtime:
                         why=choices[-1].why + "; batch_invariant: one variant for all sizes",
                     )
                 ]
+            if dependent_launch is not None:
+                choices = [launched(contract, c, dependent_launch) for c in choices]
             bound = self._bound[key] = Bound(self, contract, choices)
         return bound
 
@@ -270,6 +281,24 @@ class Runtime:
             compile_missing(missing, self.store, contract)
         loaded = self.store.load([spec for spec, _ in pairs])
         return [loaded[spec.key] for spec, _ in pairs]
+
+
+def launched(contract: Contract, choice: Choice, dependent: bool) -> Choice:
+    """A choice as a caller allows it to start: without dependent launch, or with the form that a
+    table chose, and `first`, which owes least, where it chose none. A kernel without the knob, or
+    a setting that has no such form, stays as it is.
+    """
+    kernel = kernels.get(choice.variant.kernel)
+    # with its defaults: a table may be older than the knob
+    setting = kernel.setting(choice.variant.knobs)
+    now = getattr(setting, "pdl", None)
+    if now is None or (now != "none") is dependent:
+        return choice
+    other = kernel.variant(dataclasses.replace(setting, pdl="first" if dependent else "none"))
+    if dependent and kernels.refuse(contract, other) is not None:
+        return choice
+    said = "with" if dependent else "without"
+    return choice._replace(variant=other, why=f"{choice.why}; {said} dependent launch")
 
 
 def _unusable(contract: Contract, variant: Variant, device: Device) -> str | None:

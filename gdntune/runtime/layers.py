@@ -48,6 +48,7 @@ def gated_delta_rule_layer_decode(
     softplus_threshold: float = 20.0,
     null_index: int = -1,
     batch_invariant: bool = False,
+    dependent_launch: bool = False,
     output: Tensor | None = None,
 ) -> Tensor:
     """A Gated DeltaNet layer's decode in one launch: convolution, gates, delta rule and gated
@@ -117,6 +118,7 @@ def kda_layer_decode(
     softplus_threshold: float = 20.0,
     null_index: int = -1,
     batch_invariant: bool = False,
+    dependent_launch: bool = False,
     output: Tensor | None = None,
 ) -> Tensor:
     """A Kimi Delta Attention layer's decode in one launch: as `gated_delta_rule_layer_decode`, with
@@ -162,7 +164,7 @@ def _call(
     )  # fmt: skip
     settings = (
         op, gate, b is not None, False, called["state_layout"], False, called["batch_invariant"],
-        called["max_tokens"], called["scale"], called["softplus_beta"],
+        called["dependent_launch"], called["max_tokens"], called["scale"], called["softplus_beta"],
         called["softplus_threshold"], lower_bound, called["allow_neg_eigval"],
         called["null_index"], called["use_qk_l2norm"],
     )  # fmt: skip

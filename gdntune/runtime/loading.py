@@ -11,25 +11,37 @@ from gdntune.runtime.dispatch import Bound, Runtime
 from gdntune.runtime.planned import Plan, make_plan
 
 
-def plan(problem: Problem, device: str = "cuda", index: int = 0, **numbers: Any) -> Plan:
+def plan(
+    problem: Problem,
+    device: str = "cuda",
+    index: int = 0,
+    *,
+    dependent_launch: bool = False,
+    **numbers: Any,
+) -> Plan:
     """A callable bound to a problem's contract, for 1 to problem.B requests of problem.HV heads.
     Its functions are loaded here, so that no call compiles.
 
-    device: `cuda`, the card by its index, or `cpu`. numbers: scale, softplus_beta,
+    device: `cuda`, the card by its index, or `cpu`. dependent_launch: as of
+    `gated_delta_rule_decode`. numbers: scale, softplus_beta,
     softplus_threshold, lower_bound, allow_neg_eigval, null_index and use_qk_l2norm, with the public
     functions' defaults. UnsupportedProblem for sizes or a contract that no call can have.
     """
     if fault := problem_fault(problem):
         raise UnsupportedProblem(fault)
-    bound = _runtime(device, index).bind(problem.contract)
+    bound = _runtime(device, index).bind(problem.contract, dependent_launch=dependent_launch)
     return make_plan(bound, problem.B, problem.HV, numbers)
 
 
-def prepare(contract: Contract, device: str = "cuda", index: int = 0) -> Bound:
+def prepare(
+    contract: Contract, device: str = "cuda", index: int = 0, *, dependent_launch: bool = False
+) -> Bound:
     """Loads every function that a rule can choose for a contract; afterwards any batch can be
-    captured in a CUDA graph.
+    captured in a CUDA graph. dependent_launch: what the calls will give for it.
     """
-    bound = _runtime(device, index).bind(check_contract(contract))
+    bound = _runtime(device, index).bind(
+        check_contract(contract), dependent_launch=dependent_launch
+    )
     bound.load_all()
     return bound
 

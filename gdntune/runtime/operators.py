@@ -17,15 +17,15 @@ _TENSORS = (
 )
 _SETTINGS = (
     "str gate_form, bool beta_is_logit, bool slots_are_rows, str state_layout,"
-    " bool disable_state_update, bool batch_invariant, int? max_tokens, float? scale,"
-    " float softplus_beta, float softplus_threshold, float lower_bound, bool allow_neg_eigval,"
-    " int null_index, bool use_qk_l2norm"
+    " bool disable_state_update, bool batch_invariant, bool dependent_launch, int? max_tokens,"
+    " float? scale, float softplus_beta, float softplus_threshold, float lower_bound,"
+    " bool allow_neg_eigval, int null_index, bool use_qk_l2norm"
 )
 _PACKED = (
     "Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,"
     " Tensor(a!) initial_state, Tensor initial_state_indices, Tensor(b!) output, str state_layout,"
     " float? scale, bool use_qk_l2norm, bool allow_neg_eigval, float softplus_beta,"
-    " float softplus_threshold, int null_index, bool batch_invariant"
+    " float softplus_threshold, int null_index, bool batch_invariant, bool dependent_launch"
 )
 _LIBRARY = torch.library.Library("gdntune", "DEF")
 

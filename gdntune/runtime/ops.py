@@ -50,6 +50,7 @@ def gated_delta_rule_decode(
     softplus_threshold: float = 20.0,
     null_index: int = -1,
     batch_invariant: bool = False,
+    dependent_launch: bool = False,
     output: Tensor | None = None,
 ) -> Tensor:
     """Gated DeltaNet decode of T tokens for each of B requests: updates the state in place and
@@ -90,6 +91,10 @@ def gated_delta_rule_decode(
     batch_invariant: one variant for all batch sizes, so that a token does not depend on the batch
         it is decoded in. A variant gives the same bits at any B and any place in it; two variants
         need not, even where they sum in the same order, since compilers fuse differently.
+    dependent_launch: on CUDA the kernel may start before the one ahead of it in the stream ends
+        (programmatic dependent launch), and waits for that one's end before it reads anything.
+        Where a table chose `pdl=state` it reads indices and states before: the kernel ahead must
+        then write neither, so it is no decode of the same pool. Kernels without the form ignore it.
     output: [B, T, HV, V] of q's dtype, to write to; None allocates a fresh tensor in each call.
 
     Decode has no gradient: where gradients are on, inputs and states that require one are refused.
@@ -129,8 +134,8 @@ def gated_delta_rule_decode(
         settings = (
             "gdn_decode", "raw" if raw else "log", b is not None,
             intermediate_state_indices is not None, state_layout, disable_state_update,
-            batch_invariant, max_tokens, scale, softplus_beta, softplus_threshold, 0.0,
-            allow_neg_eigval, null_index, use_qk_l2norm,
+            batch_invariant, dependent_launch, max_tokens, scale, softplus_beta,
+            softplus_threshold, 0.0, allow_neg_eigval, null_index, use_qk_l2norm,
         )  # fmt: skip
         return traced.record(tensors, settings) if _compiling() else run(tensors, settings)
     except _INSIDE as e:
@@ -162,6 +167,7 @@ def gated_delta_rule_packed_decode(
     softplus_threshold: float = 20.0,
     null_index: int = 0,
     batch_invariant: bool = False,
+    dependent_launch: bool = False,
     output: Tensor | None = None,
 ) -> Tensor:
     """Gated DeltaNet decode of one token for each of B requests, with q, k and v side by side in
@@ -183,7 +189,7 @@ def gated_delta_rule_packed_decode(
         given = (mixed_qkv, a, b, initial_state, A_log, dt_bias, initial_state_indices, output)
         settings = (
             state_layout, scale, use_qk_l2norm, allow_neg_eigval, softplus_beta,
-            softplus_threshold, null_index, batch_invariant,
+            softplus_threshold, null_index, batch_invariant, dependent_launch,
         )  # fmt: skip
         return (
             traced.record_packed(given, settings) if _compiling() else packed.run(given, settings)
@@ -224,6 +230,7 @@ def kda_decode(
     softplus_threshold: float = 20.0,
     null_index: int = -1,
     batch_invariant: bool = False,
+    dependent_launch: bool = False,
     output: Tensor | None = None,
 ) -> Tensor:
     """Kimi Delta Attention decode: as `gated_delta_rule_decode`, with one decay for each key
@@ -273,9 +280,9 @@ def kda_decode(
             "kda_decode",
             "log" if A_log is None else "softplus" if lower_bound is None else "lower_bound",
             b is not None, intermediate_state_indices is not None, state_layout,
-            disable_state_update, batch_invariant, max_tokens, scale, softplus_beta,
-            softplus_threshold, 0.0 if lower_bound is None else lower_bound, allow_neg_eigval,
-            null_index, use_qk_l2norm,
+            disable_state_update, batch_invariant, dependent_launch, max_tokens, scale,
+            softplus_beta, softplus_threshold, 0.0 if lower_bound is None else lower_bound,
+            allow_neg_eigval, null_index, use_qk_l2norm,
         )  # fmt: skip
         return traced.record(tensors, settings) if _compiling() else run(tensors, settings)
     except _INSIDE as e:

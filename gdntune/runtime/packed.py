@@ -101,14 +101,14 @@ def _viewed(
 
 def _settings(
     layout: str, scale: float | None, l2norm: bool, neg: bool, softplus_beta: float,
-    threshold: float, null_index: int, batch_invariant: bool,
+    threshold: float, null_index: int, batch_invariant: bool, dependent_launch: bool,
 ) -> Settings:  # fmt: skip
     """A packed call's settings as any call's."""
     return Settings(
         op="gdn_decode", gate="raw", logit=True, indexed=False, state_layout=layout, frozen=False,
-        batch_invariant=batch_invariant, max_tokens=None, scale=scale, softplus_beta=softplus_beta,
-        softplus_threshold=threshold, lower_bound=0.0, allow_neg_eigval=neg, null_index=null_index,
-        use_qk_l2norm=l2norm,
+        batch_invariant=batch_invariant, dependent_launch=dependent_launch, max_tokens=None,
+        scale=scale, softplus_beta=softplus_beta, softplus_threshold=threshold, lower_bound=0.0,
+        allow_neg_eigval=neg, null_index=null_index, use_qk_l2norm=l2norm,
     )  # fmt: skip
 
 

@@ -148,6 +148,7 @@ def _settings(c: Contract, given: dict[str, Any]) -> Settings:
         "op": c.op, "gate": c.gate, "logit": c.beta == "logit",
         "indexed": c.intermediate == "indexed", "state_layout": c.layout,
         "frozen": c.mode == "frozen" and c.intermediate != "slots", "batch_invariant": False,
+        "dependent_launch": False,
         "max_tokens": c.tokens if c.ragged else None, "scale": None, "softplus_beta": 1.0,
         "softplus_threshold": 20.0, "lower_bound": 0.0, "allow_neg_eigval": False,
         "null_index": -1, "use_qk_l2norm": True,

@@ -9,7 +9,7 @@ from gdntune.errors import UnsupportedProblem, listed
 from gdntune.objects.store import ObjectSpec, object_spec
 from gdntune.problem import Contract
 from gdntune.results import table
-from gdntune.runtime.dispatch import Runtime
+from gdntune.runtime.dispatch import Runtime, launched
 
 
 def contracts_of(paths: Iterable[Path]) -> list[Contract]:
@@ -18,10 +18,15 @@ def contracts_of(paths: Iterable[Path]) -> list[Contract]:
 
 
 def chosen_objects(
-    contracts: Iterable[Contract], paths: Iterable[Path], device: Device
+    contracts: Iterable[Contract],
+    paths: Iterable[Path],
+    device: Device,
+    dependent_launch: bool = False,
 ) -> list[tuple[ObjectSpec, str]]:
     """The objects that any of the tables can choose for contracts on a device, each once, with its
     compiler. A rule that cannot serve a contract is passed over, as the runtime does.
+
+    dependent_launch: also what calls that allow it take.
 
     UnsupportedProblem for a contract of an op that no table has rules for, or a table of another
     kind of device.
@@ -35,8 +40,10 @@ def chosen_objects(
         for contract in (c for c in wanted if c.op in ops):
             served.add(contract)
             for choice in runtime.choices(contract):
-                spec = runtime.spec(contract, choice.variant)
-                found[spec.key] = (spec, kernels.get(choice.variant.kernel).compiler)
+                for allowed in (False, True) if dependent_launch else (False,):
+                    variant = launched(contract, choice, allowed).variant
+                    spec = runtime.spec(contract, variant)
+                    found[spec.key] = (spec, kernels.get(variant.kernel).compiler)
     if left := {c.op for c in wanted if c not in served}:
         raise UnsupportedProblem(
             f"no given table has rules for {listed(sorted(left))}: give one for each op, or only"

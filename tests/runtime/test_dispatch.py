@@ -7,7 +7,7 @@ import pytest
 
 import gdntune
 from gdntune import kernels
-from gdntune.device import arch
+from gdntune.device import arch, gpus
 from gdntune.errors import TableError, ToolMissing, UnsupportedProblem
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
@@ -240,3 +240,40 @@ def test_explain_says_what_a_call_gets(places):
     said = gdntune.explain(CONTRACT, 64, "cpu")
     assert said["variant"] == dispatch.runtime("cpu").bind(CONTRACT).choice(64).variant.id
     assert said["contract"] == CONTRACT.key() and said["reason"]
+
+
+def test_dependent_launch_is_the_callers(places):
+    """Off by default, also where a table chose it; on, a table's form or `first`, which owes
+    nothing; a kernel without the knob stays as it is.
+    """
+    h200, contract = gpus.named("h200"), Contract()
+    kernel = kernels.get("recurrent")
+    made = a_table(h200, contract, "recurrent")
+    first, last = made.variants.values()
+    chosen = kernel.setting({**last.knobs, "pdl": "first"})
+    variant = kernel.variant(chosen)
+    (rule,) = made.rules
+    intervals = (rule.intervals[0], msgspec.structs.replace(rule.intervals[1], variant=variant.id))
+    made = msgspec.structs.replace(
+        made,
+        variants={
+            kernel.variant(kernel.setting(first.knobs)).id: first,
+            variant.id: TableVariant("recurrent", variant.knobs),
+        },
+        rules=(msgspec.structs.replace(rule, intervals=intervals),),
+    )
+    table.save(made, places / "shipped" / h200.slug / "gdn_decode.json")
+    runtime = Runtime(h200)
+    launch = {
+        asked: [
+            c.variant.knobs["pdl"] for c in runtime.bind(contract, dependent_launch=asked).choices
+        ]
+        for asked in (None, False, True)
+    }
+    assert launch == {None: ["none", "first"], False: ["none", "none"], True: ["first", "first"]}
+    on_cpu = Runtime(device())
+    plain, allowed = (
+        [c.variant for c in on_cpu.bind(CONTRACT, dependent_launch=asked).choices]
+        for asked in (False, True)
+    )
+    assert plain == allowed
