@@ -285,9 +285,8 @@ search: {screen_rounds: 4, keep: 99, final_rounds: 40, max_cell_seconds: 5}
 
 
 # What a choice may lose by another sweep's samples on a CPU, at a cell and in the mean: on an idle
-# one it was 4% and 1%. The slowest
-# variant loses 50 to 110%.
-LOSES, LOSES_IN_THE_MEAN = 0.3, 0.1
+# one it was 4% and 1%, beside other tests up to 33% and 9%. The slowest variant loses 50 to 110%.
+LOSES, LOSES_IN_THE_MEAN = 0.4, 0.15
 
 
 @pytest.mark.slow
