@@ -281,7 +281,7 @@ def _buffer(problem: Problem, options: Options, place: torch.device) -> Tensor |
 
 def _settle(draw: Draw, case: Case) -> None:
     """Draws anew the inputs whose convolution lies so near the middle between two numbers of the
-    inputs' dtype that a right sum in fp32 may round to either.
+    inputs' dtype that a right sum in fp32 may round to either. RuntimeError where none come off it.
     """
     c, mixed = case.contract, case.mixed_qkv
     if c.input_dtype == "fp32" or mixed is None:
@@ -290,11 +290,13 @@ def _settle(draw: Draw, case: Case) -> None:
     where = places(c, given)
     rows = mixed.view(-1, mixed.shape[-1])
     real, place = where.real.flatten(), where.rows.flatten()
+    identity = c.replace(conv="identity")
     for _ in range(100):
-        sums = convolution(c.replace(conv="identity"), given, where, torch.float64)
+        sums = convolution(identity, given, where, torch.float64)
         y = convolution(c, given, where, torch.float64)
-        # of sums of a few units, and of silu's slope and own error
-        lost = 2.0**-18 * (sums.sigmoid() * (1 + sums.abs()) * 4 + y.abs())
+        terms = convolution(identity, _absolute(case), where, torch.float64)
+        # Of the terms, through silu's slope, and of silu itself. 2^-19 is 32 fp32 roundings.
+        lost = 2.0**-19 * (sums.sigmoid() * (1 + sums.abs()) * terms + y.abs())
         either = (y - lost).to(mixed.dtype) != (y + lost).to(mixed.dtype)
         # near zero the sum of its taps is far larger than what they come to
         either = (either & (y.abs() > lost)).flatten(0, 1)[real]
@@ -303,6 +305,17 @@ def _settle(draw: Draw, case: Case) -> None:
         # the taps that are the tokens' own; they are others' too, so all are looked at again
         again = draw.normal(*rows.shape, dtype=mixed.dtype)[place[real]]
         rows[place[real]] = torch.where(either, again, rows[place[real]])
+    raise RuntimeError(
+        f"{case.problem.key()}: after 100 draws {int(either.sum())} convolutions still lie between"
+        f" two numbers of {c.input_dtype}; expected none, so that the verdict is the kernel's"
+    )
+
+
+def _absolute(case: Case) -> Given:
+    """A case's tensors, those of its convolution by their absolute values."""
+    own = ("mixed_qkv", "conv_state", "conv_weight", "conv_bias")
+    tensors = case.tensors()
+    return Given(**tensors | {x: tensors[x].abs() for x in own if tensors.get(x) is not None})
 
 
 def _poison_windows(case: Case, plan: Slots) -> None:

@@ -54,9 +54,9 @@ def draw_qkv(
         q, k, v = (x.unflatten(-1, shape) for x, shape in zip(parts, shapes, strict=True))
     else:
         q, k, v = (draw.normal(*rows, *shape, dtype=dtype) for shape in shapes)
-    if not options.use_qk_l2norm:
+    if not options.use_qk_l2norm and c.conv == "none":
         # Keys near unit length, as a model would hand over, yet far enough from it that normalising
-        # again shows.
+        # again shows. Behind a convolution its weights see to it (`draw_conv`).
         norm = k.float().norm(dim=-1, keepdim=True).clamp(min=1e-3)
         k.copy_(k.float() / norm * draw.uniform(*rows, H, 1, low=0.6, high=1.0))
     return q, k, v
@@ -137,6 +137,10 @@ def draw_conv(
 ) -> dict[str, Tensor | None]:
     """The packed inputs, whose view q is, windows [slots, rows, D], weights [D, width] of a trained
     size and bias [D]; nothing where the contract has no convolution.
+
+    Where keys are not normalised, their channels' weights and biases make them shorter than one.
+    Keys of length 5, as trained weights would give, multiply fp32's roundings by
+    beta |k|^2 a token: PyTorch's own fp32 then came to 0.9 of the check's tolerance.
     """
     c = problem.contract
     if c.conv == "none":
@@ -146,12 +150,25 @@ def draw_conv(
     D, rows = mixed.shape[-1], window_rows(c, options)
     stored = draw.normal(slots, rows * D + options.slot_stride_pad, dtype=dtype)
     weight = (draw.normal(D, c.conv_width) / 2).to(dtype)
+    bias = draw.normal(D, dtype=dtype) / 4 if c.conv_bias else None
+    if not options.use_qk_l2norm:
+        keys = problem.H * c.K
+        for x in (weight, bias):
+            if x is not None:
+                x[keys : 2 * keys] *= _key_scale(c)
     return {
         "mixed_qkv": mixed,
         "conv_state": stored[:, : rows * D].unflatten(-1, (rows, D)),
         "conv_weight": weight,
-        "conv_bias": draw.normal(D, dtype=dtype) / 4 if c.conv_bias else None,
+        "conv_bias": bias,
     }
+
+
+def _key_scale(c: Contract) -> float:
+    """A power of two, so that weights stay exact; a key of K convolved channels is 0.7 long."""
+    scale: float = 2.0 ** -round(math.log2(c.K) / 2 + 0.5)
+    # near zero silu halves
+    return 2 * scale if c.conv == "silu" else scale
 
 
 def _extreme(draw: Draw, a: Tensor, bias: Tensor) -> Tensor:

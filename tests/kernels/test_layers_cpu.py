@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from gdntune.checking import reference
 from gdntune.checking.cases import make_case
 from gdntune.checking.check import Truth, check_variant
 from gdntune.checking.places import Given, places
@@ -127,6 +128,56 @@ def test_no_input_lies_on_an_edge():
     y = convolution(case.contract, Given(**case.tensors()), where, torch.float64)
     for lost in (-1, 1):
         assert torch.equal((y * (1 + lost * 2.0**-19)).bfloat16(), y.bfloat16())
+
+
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_keys_behind_a_convolution_are_near_unit_length(l2norm):
+    """Fault: keys that nobody normalises were about five long behind the convolution, as its input
+    alone was scaled. An update multiplies fp32's roundings by beta |k|^2 then, and 6 of 1000 right
+    results on an H200 were refused.
+    """
+    c = Contract(conv="silu", norm="silu", state_dtype="fp32")
+    for seed in range(3):
+        truth = Truth(make_case(Problem(c, 8, 2, 4), "cpu", seed, use_qk_l2norm=l2norm))
+        case = truth.before.clone()
+        found = reference.decode(c, dtype=torch.float32, **case.tensors())
+        part = next(part for part in truth.parts if part.name == "state")
+        assert float(part.excesses(found.state[part.places]).max()) < 0.3
+
+
+def _nearest(y):
+    """As the unfused path rounds."""
+    return y.bfloat16().double()
+
+
+def _truncated(y):
+    """Towards zero."""
+    return (y.float().view(torch.int32) & -65536).view(torch.float32).double()
+
+
+@pytest.mark.parametrize("l2norm", [True, False])
+@pytest.mark.parametrize(
+    ("rounded", "right"), [(_nearest, True), (_truncated, False), (lambda y: y, False)]
+)
+def test_the_check_sees_how_a_convolution_is_rounded(
+    rounded, right, l2norm, functions, monkeypatch
+):
+    """Results of convolutions that are rounded to nearest pass; cut off, or not rounded, they do
+    not.
+    """
+    c = Contract(K=64, V=32, conv="silu", norm="silu")
+    truth = Truth(make_case(Problem(c, 4, 1, 2), use_qk_l2norm=l2norm))
+    case = truth.before.clone()
+    functions[c.key()](*case.arguments())
+    assert truth.judge(case).ok
+    exact = reference.convolution
+    # what is fp32 is not rounded after this
+    unrounded = c.replace(input_dtype="fp32")
+    monkeypatch.setattr(reference, "convolution", lambda _, *given: rounded(exact(c, *given)))
+    found = reference.decode(unrounded, **truth.before.tensors())
+    case.output.copy_(found.output)
+    case.state.copy_(found.state)
+    assert truth.judge(case).ok == right
 
 
 @pytest.mark.parametrize(
