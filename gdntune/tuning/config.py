@@ -92,26 +92,24 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     screen_rounds: samples by which the leaders are found: of all variants half of them, three at
         least, then of the better third the rest.
     keep: leaders timed again. final_rounds: samples of each of them; 200 is where a 1% difference
-        of means decides. placements: sets of
-    tensors, each elsewhere in memory, among which the final rounds are shared out: on one set a
-        variant's lead of 1% may be its place's. Four where it is left out.
+        of means decides.
+    placements: sets of tensors, each elsewhere in memory, among which the final rounds are shared
+        out: on one set a variant's lead of 1% may be its place's. Four where it is left out.
     fresh_rounds: samples of each choice, and of what it is compared with, once it was made, on
         tensors of their own: these are the table's evidence. As many as final_rounds where left
         out, 0 for none.
     precision: where choices are made, rounds go on until the 95% intervals of the ratios to the
         choice are this narrow to either side, or the cell's time ends. 0: not.
-    max_cell_seconds: a cell's timing ends here, with the rounds it has. regret: how much slower
-        than a cell's best the chosen variant may
-    be, where that saves an interval or a variant.
+    max_cell_seconds: a cell's timing ends here, with the rounds it has.
+    regret: how much slower than a cell's best the chosen variant may be, where that saves an
+        interval or a variant.
     bisect: where the choices of neighbouring cells differ, cells between them are timed until their
         work units are within this ratio, as 1.1; none where it is left out. extra_cells: how many a
         contract that adds at most.
     held_out: cells that the table is judged at and that have no part in it: a number for each
-        contract, spread between its smallest and
-    largest cell, or a list.
+        contract, spread between its smallest and largest cell, or a list.
     workload: the steps of a serving engine, or a CSV of them, a path from the config's folder:
-        cells get final rounds by their share of
-    the steps, and the report says what a step saves.
+        cells get final rounds by their share of the steps, and the report says what a step saves.
     """
 
     screen_rounds: Count = 6
