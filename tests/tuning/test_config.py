@@ -403,7 +403,7 @@ def test_shipped_parts_can_all_be_swept():
     }
     gaps = {(p.contract.tokens, p.work_units.bit_count() > 1) for p in models - cells}
     assert gaps <= {(5, True), (6, True), (7, True)}
-    assert len(cells - models) <= 350
+    assert len(cells - models) <= 600
 
 
 def test_shipped_covers_what_engines_ask_for():
