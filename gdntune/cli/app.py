@@ -239,9 +239,24 @@ def bench(
         Path | None,
         typer.Option(help="Folder for journal, table and report; default results/NAME-bench."),
     ] = None,
+    without: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A journal of this bench, or its folder: cells with times there are left out."
+            " May be given again."
+        ),
+    ] = None,
     device: DeviceKind = None,
     index: Index = 0,
     devices: Devices = None,
+    workers_per_device: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes a GPU: while one of them times, the others compile peers' kernels."
+            " Default: half of the cores, at most 8; 1 on a CPU.",
+        ),
+    ] = None,
     executor: Where = "local",
     jobs: Jobs = None,
     timer: Timer = None,
@@ -280,10 +295,14 @@ def bench(
             policy=policy_of(wanted, timer, l2),
             progress=bar,
             command=shlex.join(["gdntune", *sys.argv[1:]]),
+            workers_per_device=workers_per_device,
+            without=without or (),
         )
     made, files, note = _written(folder)
     outcome.notes.extend(note)
-    cells = len(wanted.all_problems())
+    # Without those that other journals have.
+    asked = outcome.run.cells
+    cells = asked if isinstance(asked, int) else len(wanted.all_problems())
     if as_json:
         print_json(
             {

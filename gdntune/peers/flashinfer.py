@@ -518,6 +518,7 @@ PEER = Peer(
     distributions=("flashinfer-python",),
     written_for="0.7.4",
     remedy="pip install 'gdntune[peers]'",
+    cache="FLASHINFER_WORKSPACE_BASE",
     entries=(
         Entry(
             "gated_delta_rule_decode_pretranspose",

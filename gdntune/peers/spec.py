@@ -113,7 +113,9 @@ class Entry:
 @dataclasses.dataclass(frozen=True)
 class Peer:
     """A library. packages: what must be there to import. distributions: the names that its version
-    may be installed under. written_for: the version that the adapter was written for.
+    may be installed under. written_for: the version that the adapter was written for. cache: the
+    environment variable that names the folder of its compiled kernels, where a process locks that
+    folder while it compiles.
     """
 
     name: str
@@ -123,6 +125,7 @@ class Peer:
     entries: tuple[Entry, ...]
     device: Literal["cuda", "cpu"] = "cuda"
     written_for: str = ""
+    cache: str = ""
 
     def version(self) -> str:
         """Its version without importing it, `unknown` where no distribution says."""

@@ -528,6 +528,33 @@ def _differences(there: Run, here: Run) -> Iterator[str]:
             )
 
 
+def require_same(path: Path, there: Run, here: Run, records: Iterable[Record]) -> list[str]:
+    """JournalError where samples of `there`, the header of the journal at `path`, cannot stand
+    beside those of `here`: another config, policy, model of device, table or peer, or other code of
+    a kernel that has samples there. What else differs, in words: other software, another card.
+    """
+    used = {r.variant.kernel for r in records if isinstance(r, Trial)}
+
+    def alike(run: Run) -> Run:
+        return msgspec.structs.replace(
+            run,
+            kernels={name: code for name, code in run.kernels.items() if name in used},
+            software={n: v for n, v in run.software.items() if n.startswith((TABLE, PEER))},
+        )
+
+    if differs := "; ".join(_differences(alike(there), alike(here))):
+        raise JournalError(
+            f"{path}: of another {made_by(there)}: {differs}. Expected a journal of this one:"
+            f" {there.command or there.config} ({there.started})"
+        )
+    names = sorted(there.software.keys() & here.software.keys() - {"gdntune"})
+    return [
+        f"{path} is of {name} {there.software[name]}, this is {here.software[name]}"
+        for name in names
+        if there.software[name] != here.software[name]
+    ]
+
+
 class _Holder(msgspec.Struct, frozen=True):
     pid: int
     host: str

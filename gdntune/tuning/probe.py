@@ -2,16 +2,19 @@
 tensors of a cell.
 """
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gdntune import peers
 from gdntune.checking.cases import Case
 from gdntune.checking.check import Verdict
 from gdntune.device.graphs import Recorder
-from gdntune.errors import CheckFailed
+from gdntune.errors import CheckFailed, GdntuneError
 from gdntune.kernels.spec import Variant
 from gdntune.peers.compare import Expected
 from gdntune.problem import Problem
@@ -59,6 +62,20 @@ def probe(session: Session, problem: Problem, named: Named, ours: Sequence[Varia
     if verdict.ok:
         return ended("ok", "", finite)
     return ended("failed", f"check failed: {verdict.worst}", finite)
+
+
+def load(named: Named, folder: Path) -> None:
+    """Imports what an entry calls, as far as it is there: `probe` says what is not.
+
+    folder: for compiled kernels of peers that lock theirs. Of a folder that processes share, one
+    would wait for another's compiler with the device in its hands, and that one for the device.
+    """
+    peer = peers.get(named[0])
+    if peer.cache:
+        os.environ[peer.cache] = str(folder)
+    for function in peer.entry(named[1]).functions:
+        with contextlib.suppress(GdntuneError):
+            function.load()
 
 
 def _checked(session: Session, problem: Problem, named: Named, ours: Sequence[Variant]) -> Verdict:

@@ -11,7 +11,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -34,6 +35,12 @@ class Ended(Exception):
     def __init__(self, status: str, reason: str):
         super().__init__(reason)
         self.status, self.reason = status, reason
+
+
+class _Waits(NamedTuple):
+    """A task waits for its turn from now on, or has it: that time is no task's own."""
+
+    waits: bool
 
 
 class _Answer(NamedTuple):
@@ -60,13 +67,11 @@ class Program:
 
     def call(self, function: Callable[..., Any], *args: Any, timeout: float) -> Any:
         """`function(*args)` there. What gdntune raises is raised here; Ended otherwise, and where
-        there is no answer within `timeout` seconds.
+        there is no answer within `timeout` seconds, those under `waiting` not counted.
         """
         try:
             self._connection.send((function, args))
-            if not self._connection.poll(timeout):
-                raise Ended("timeout", f"no answer within {timeout:.0f} s")
-            answer: _Answer = self._connection.recv()
+            answer = self._answered(timeout)
         except (EOFError, OSError):
             # Killed by another thread, it is gone as well.
             code = self._popen.wait()
@@ -77,6 +82,19 @@ class Program:
             # After an illegal access every later call of the process fails too.
             raise Ended("crashed", answer.fault)
         return answer.value
+
+    def _answered(self, timeout: float) -> "_Answer":
+        left, waits = timeout, False
+        while True:
+            began = time.monotonic()
+            if not self._connection.poll(None if waits else max(left, 0.0)):
+                raise Ended("timeout", f"no answer within {timeout:.0f} s")
+            said: _Answer | _Waits = self._connection.recv()
+            if isinstance(said, _Answer):
+                return said
+            if not waits:
+                left -= time.monotonic() - began
+            waits = said.waits
 
     def kill(self) -> None:
         """Ends the process, and what it started; a call that waits for it is answered by Ended."""
@@ -89,6 +107,25 @@ class Program:
         """Ends the process and the connection to it."""
         self.kill()
         self._connection.close()
+
+
+# Of this process, once it serves.
+_PARENT: list[Connection] = []
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """In a task: seconds that its time limit does not count, as it waits for another process."""
+    _say(_Waits(True))
+    try:
+        yield
+    finally:
+        _say(_Waits(False))
+
+
+def _say(what: _Waits) -> None:
+    for connection in _PARENT:
+        connection.send(what)
 
 
 def _answer(call: bytes) -> _Answer:
@@ -105,6 +142,7 @@ def _answer(call: bytes) -> _Answer:
 
 def serve(connection: Connection) -> None:
     """Answers calls until the parent has no more, or is gone."""
+    _PARENT[:] = [connection]
     while True:
         try:
             call = connection.recv_bytes()

@@ -5,10 +5,11 @@ The parent compiles and journals; workers, a process for each device, check and 
 variant that crashes or hangs costs itself alone. What is in the journal is not done again.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
 import msgspec
@@ -58,7 +59,8 @@ Purpose = kinds.Purpose | msgspec.UnsetType
 
 class Means(NamedTuple):
     """With what a plan is run. devices: by torch's numbering; on a CPU a process for each number.
-    jobs: compiling processes. command: as the header has it.
+    jobs: compiling processes. command: as the header has it. workers_per_device: processes that
+    take turns on a device: what one of them compiles takes no other's time.
     """
 
     store: Store
@@ -68,6 +70,7 @@ class Means(NamedTuple):
     jobs: int | None = None
     progress: Progress = Progress()
     command: str = ""
+    workers_per_device: int = 1
 
 
 class Outcome(NamedTuple):
@@ -101,7 +104,15 @@ def run(plan: Plan, folder: Path, means: Means) -> Outcome:
         stack.callback(means.progress.stop)
         built = _compile(plan, means, journal)
         team = stack.enter_context(
-            start_team(plan.device, means.devices, means.executor, means.store, built, means.policy)
+            start_team(
+                plan.device,
+                means.devices,
+                means.executor,
+                means.store,
+                built,
+                means.policy,
+                means.workers_per_device,
+            )
         )
         policy, note, peaks = team.agreed(journal.fresh)
         local = plan.device.kind == "cuda" and means.executor == "local"
@@ -109,11 +120,17 @@ def run(plan: Plan, folder: Path, means: Means) -> Outcome:
         journal.begin(resolved(header, policy, peaks, cards))
         engine = _Run(plan, journal, team, means.progress)
         engine.notes += [note] if note else []
+        engine.notes += team.of_other_cards(journal.run.cards, cards)
         engine.notes += notes.peers(plan)
         if team.several and plan.device.kind == "cpu":
             engine.notes.append(
                 f"{len(team.workers)} processes timed on one CPU at once: their times disturb each"
                 " other; good to try with, not for a table"
+            )
+        elif team.in_turns and plan.device.kind == "cpu":
+            engine.notes.append(
+                f"{len(team.workers)} processes took turns on one CPU: what one compiles disturbs"
+                " another's times; good to try with, not for a table"
             )
         usable = engine.record_builds(built)
         usable = engine.check(usable)
@@ -181,7 +198,7 @@ class _Run:
         self.progress.start("check", sum(map(len, todo.values())))
         # A contract is a job, since its reference takes longer than a variant; or several, where
         # there are fewer contracts than workers.
-        parts = max(1, -(-len(self.team.workers) // max(1, sum(map(bool, todo.values())))))
+        parts = max(1, -(-len(self.team.devices) // max(1, sum(map(bool, todo.values())))))
         jobs = (
             partial(attempts.check, contract=contract, variants=part)
             for contract, variants in todo.items()
@@ -258,11 +275,15 @@ class _Run:
             # The longest first, so that no worker is left with one while the others are done.
             todo.sort(key=sol.bytes_moved, reverse=True)
 
-        def jobs(todo: Sequence[Problem]) -> Iterator[Callable[[Worker], list[Record]]]:
+        def job(worker: Worker, *, deal: Deal) -> list[Record]:
             # Made when a worker is free: what took a process down before is left out.
-            for problem in todo:
-                few = None if again is None else again[problem]
-                yield self._job(problem, purpose, judged(problem), usable, few)
+            problem = deal.next(worker)
+            few = None if again is None else again[problem]
+            return self._job(problem, purpose, judged(problem), usable, few)(worker)
+
+        def jobs(todo: Sequence[Problem]) -> Iterator[Callable[[Worker], list[Record]]]:
+            deal = Deal(todo, apart=self.team.in_turns)
+            return (partial(job, deal=deal) for _ in todo)
 
         # What failed before comes last: a device that it throttles gets to the others first.
         todo.sort(key=tried(self.journal.records).__contains__)
@@ -280,7 +301,7 @@ class _Run:
                 self.throttling.see(records)
                 hot += [r for r in records if isinstance(r, Cell) and was_throttled(r)]
             self.progress.end()
-            if len(self._out()) == len(self.team.workers):
+            if self._out() == self.team.devices:
                 raise cannot_hold_its_clocks(self.journal.records)
             # What a device had that is left out from now on goes to the others.
             todo = [r.problem for r in hot if r.timed_on in self._out() - out]
@@ -367,6 +388,36 @@ class _Run:
         self.journal.require_place()
         save(table, folder / "table.json")
         return Outcome(table, header, records, self.notes)
+
+
+class Deal:
+    """Problems for workers, in order. Used by several threads.
+
+    apart: a worker goes on with the contract and heads of its last one, and otherwise begins with
+    some that no other has: a library's kernels are compiled in one process each time.
+    """
+
+    def __init__(self, problems: Sequence[Problem], apart: bool = False):
+        self._left, self._apart = list(problems), apart
+        self._last: dict[int, Hashable] = {}
+        self._lock = Lock()
+
+    def next(self, worker: Worker) -> Problem:
+        """The next problem of a worker; there must be one."""
+        with self._lock:
+            found = self._left[0]
+            if self._apart:
+                mine, taken = self._last.get(id(worker)), set(self._last.values())
+                same = (p for p in self._left if _kind(p) == mine)
+                new = (p for p in self._left if _kind(p) not in taken)
+                found = next(same, None) or next(new, found)
+                self._last[id(worker)] = _kind(found)
+            self._left.remove(found)
+            return found
+
+
+def _kind(problem: Problem) -> Hashable:
+    return problem.contract, problem.H, problem.HV
 
 
 def _nothing(problem: Problem) -> frozenset[str]:

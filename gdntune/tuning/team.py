@@ -1,10 +1,14 @@
 """The workers of a run: started, compared, and how jobs are shared out among them."""
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Literal
 
-from gdntune.device.arch import Device
+from msgspec import UnsetType
+
+from gdntune.device.arch import Card, Device
 from gdntune.errors import MeasurementError, UnsupportedProblem
 from gdntune.objects.build import Built
 from gdntune.objects.store import Store
@@ -18,16 +22,33 @@ Executor = Literal["local", "ray"]
 
 
 class Team:
-    """The workers. Closed as a context manager."""
+    """The workers. Closed as a context manager, which removes the folder of their turns."""
 
-    def __init__(self, workers: Sequence[Worker], device: Device, executor: Executor):
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        device: Device,
+        executor: Executor,
+        turns: "tempfile.TemporaryDirectory[str] | None" = None,
+    ):
         self.workers = list(workers)
-        self._device, self._executor = device, executor
+        self._device, self._executor, self._turns = device, executor, turns
+        self._marked = False
+
+    @property
+    def devices(self) -> set[str]:
+        """The names of the workers' devices."""
+        return {worker.name for worker in self.workers}
 
     @property
     def several(self) -> bool:
-        """Whether cells are shared, so that the journal says which device timed which."""
-        return len(self.workers) > 1
+        """Whether devices share the journal's cells, so that it says which one timed which."""
+        return len(self.devices) > 1 or self._marked
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether workers share a device, and prepare cells while one of them times."""
+        return self._turns is not None
 
     def agreed(self, measure: bool) -> tuple[Policy, str | None, dict[str, float]]:
         """The policy in force, its note, and the peaks, measured where asked for, by the first
@@ -42,6 +63,25 @@ class Team:
             for one, theirs in zip(self.workers, there, strict=True):
                 _refuse_others(one.name, here, theirs)
         return policy, note, peaks
+
+    def of_other_cards(
+        self, there: tuple[Card, ...] | UnsetType, here: Sequence[Card]
+    ) -> Iterator[str]:
+        """Names workers by their GPU too, so that a journal says so of each cell, where it was begun
+        on others of the model; a note of it. there: its header's. here: of this host, as the
+        devices.
+        """
+        known = {card.uuid for card in there} if isinstance(there, tuple) else set()
+        if not known or {card.uuid for card in here} <= known:
+            return
+        each = len(self.workers) // len(here)
+        for n, worker in enumerate(self.workers):
+            worker.name = f"{worker.name} {here[n // each].uuid}"
+        self._marked = True
+        yield (
+            "the journal was begun on another card of the model: its times may differ by some"
+            " percent, and the cells of this run name theirs"
+        )
 
     def share(
         self,
@@ -58,6 +98,8 @@ class Team:
     def __exit__(self, *exception: object) -> None:
         for one in self.workers:
             one.close()
+        if self._turns:
+            self._turns.cleanup()
 
 
 def start_team(
@@ -67,10 +109,20 @@ def start_team(
     store: Store,
     built: Mapping[str, Built],
     policy: Policy,
+    workers_per_device: int = 1,
 ) -> Team:
-    """A worker for each of a host's devices, or for each of a Ray cluster's."""
+    """A worker for each of a host's devices, or several that take turns on it; or one for each of a
+    Ray cluster's.
+    """
     bundles = tuple(str(path) for path, _ in store.bundles)
-    starts = [worker.Start(device, i, str(store.root), bundles, policy) for i in indices]
+    folder = None
+    if workers_per_device > 1:
+        folder = tempfile.TemporaryDirectory(prefix="gdntune-", ignore_cleanup_errors=True)
+    starts = [
+        worker.Start(device, i, str(store.root), bundles, policy, _turn(folder, i))
+        for i in indices
+        for _ in range(workers_per_device)
+    ]
     workers: Sequence[Worker]
     if executor == "ray":
         from gdntune.tuning.ray import ray_workers
@@ -82,7 +134,12 @@ def start_team(
             executors.Child(start, f"{device.kind}:{start.index}", worker.begin_task)
             for start in starts
         ]
-    return Team(workers, device, executor)
+    return Team(workers, device, executor, folder)
+
+
+def _turn(folder: "tempfile.TemporaryDirectory[str] | None", index: int) -> str:
+    """The file by whose lock workers take turns on a device; empty where there is one alone."""
+    return "" if folder is None else str(Path(folder.name) / f"device-{index}")
 
 
 def asked(one: Worker, task: Callable[..., Any], *args: Any) -> Any:

@@ -5,20 +5,24 @@ The process may be killed at any time by its parent (an illegal access, a hang);
 to disk.
 """
 
+import contextlib
+import os
 import time
 import traceback
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 
+from gdntune.device import turns
 from gdntune.device.arch import Device, detect
 from gdntune.kernels.spec import Variant
 from gdntune.objects.processes import limit_memory
 from gdntune.objects.store import Store
 from gdntune.problem import Contract, Problem
 from gdntune.timing import Policy
-from gdntune.tuning import measure, probe
+from gdntune.tuning import measure, probe, program
 from gdntune.tuning.config import Search
 from gdntune.tuning.header import identity
 from gdntune.tuning.measure import CellResult
@@ -30,13 +34,16 @@ _SESSION: list[Session] = []
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What a timing process is started with."""
+    """What a timing process is started with. turn: the file that locks the device for one of the
+    processes that share it; empty: it has the device to itself.
+    """
 
     device: Device
     index: int
     root: str
     bundles: tuple[str, ...]
     policy: Policy
+    turn: str = ""
 
 
 def current(start: Start) -> Session:
@@ -53,15 +60,37 @@ def current(start: Start) -> Session:
     return _SESSION[0]
 
 
+def _turn(start: Start, whole: bool = False) -> AbstractContextManager[None]:
+    """The device's turn for a task; whole: not given back while something compiles."""
+    if not start.turn:
+        return contextlib.nullcontext()
+    leave = _leave if start.device.kind == "cuda" else _nothing
+    return turns.held(start.turn, waiting=program.waiting, leave=leave, whole=whole)
+
+
+def _leave() -> None:
+    """Nothing of this process runs on the device, and what it does not use is others' to have."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def _nothing() -> None:
+    """A CPU is left as it is."""
+
+
 def begin_task(start: Start) -> None:
     """Makes this process's session, before its first task."""
-    current(start)
+    with _turn(start):
+        current(start)
 
 
 def resolve_task(start: Start, measure: bool) -> tuple[Policy, str | None, dict[str, float]]:
     """The policy as it is in force, its note, and, where asked for, the measured peaks."""
-    session = current(start)
-    return session.timer.policy, session.timer.note, session.peaks() if measure else {}
+    with _turn(start):
+        session = current(start)
+        return session.timer.policy, session.timer.note, session.peaks() if measure else {}
 
 
 def identity_task(start: Start) -> dict[str, str]:
@@ -73,19 +102,27 @@ def check_task(
     start: Start, contract: Contract, variants: list[Variant]
 ) -> list[tuple[bool, str, float | None, float]]:
     """Checks variants one after the other: ok, worst coordinate, error, seconds."""
-    session = current(start)
-    # All at once: they are linked into one library, where each alone would be linked by itself.
-    session.load(contract, variants)
-    results = []
-    for v in variants:
-        began = time.perf_counter()
-        results.append((*session.check(contract, v), time.perf_counter() - began))
-    return results
+    with _turn(start):
+        session = current(start)
+        # All at once: they are linked into one library, where each alone would be linked by itself.
+        session.load(contract, variants)
+        results = []
+        for v in variants:
+            began = time.perf_counter()
+            results.append((*session.check(contract, v), time.perf_counter() - began))
+        return results
 
 
 def probe_task(start: Start, problem: Problem, named: Named, ours: Sequence[Variant] = ()) -> Probe:
-    """One call of a peer's entry at a cell, see `probe.probe`."""
-    return probe.probe(current(start), problem, named, ours)
+    """One call of a peer's entry at a cell, see `probe.probe`. Where the device is shared, it is
+    given back while the peer compiles.
+    """
+    if start.turn:
+        # Imports take seconds, and no device.
+        probe.load(named, Path(f"{start.turn}.{os.getpid()}"))
+        turns.compile_aside()
+    with _turn(start):
+        return probe.probe(current(start), problem, named, ours)
 
 
 def time_task(
@@ -99,11 +136,12 @@ def time_task(
     seed: int = 0,
     narrow: bool = False,
 ) -> CellResult:
-    """Times one cell, see `measure.time_cell`."""
+    """Times one cell, see `measure.time_cell`: all of it within one turn on the device."""
     try:
-        return measure.time_cell(
-            current(start), problem, decode, floors, search, always_final, entries, seed, narrow
-        )
+        with _turn(start, whole=True):
+            return measure.time_cell(
+                current(start), problem, decode, floors, search, always_final, entries, seed, narrow
+            )
     except Exception as e:
         # Whoever sends the error on holds its traceback, and with it this cell's tensors, while the
         # next cell makes its own.

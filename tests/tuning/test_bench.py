@@ -11,6 +11,7 @@ import sys
 
 import msgspec
 import pytest
+from fakes import compiling
 from typer.testing import CliRunner
 
 from gdntune import kernels
@@ -655,3 +656,54 @@ def test_what_a_bench_needs_compiled():
     assert rule.at(64).variant in others and {"flush"} <= found & others
     assert any(label.startswith("stream") for label in found)
     assert len(found) * 3 < len({spec.label for spec, _ in plan.plan_objects(whole, device)})
+
+
+SEVERAL = TINY.replace("[1, 2]", "[1]").replace(
+    "contracts: [{state_dtype: fp32}]",
+    "contracts: [{state_dtype: fp32}, {state_dtype: fp32, input_dtype: fp32}]",
+)
+
+
+def test_workers_take_turns_on_a_device(monkeypatch, store, tmp_path):
+    """Fault: a peer's compiler, up to 14 s a kernel, kept the GPU idle. Of two processes that share
+    a device both compile at once, and no call of one falls between the timed calls of the other.
+    """
+    monkeypatch.setenv(compiling.LOG, str(tmp_path / "log"))
+    outcome = run(tmp_path / "bench", store, "fakes.compiling", text=SEVERAL, workers_per_device=2)
+    assert outcome.timed == 4 and any("2 processes took turns" in note for note in outcome.notes)
+    seen = compiling.events()
+    assert len({pid for pid, _, _ in seen}) == 2
+    assert "alone" not in {what for _, _, what in seen}
+    # One process has all of a contract's cells: nothing is compiled twice.
+    assert [what for _, _, what in seen].count("compiles") == 2
+    calls = [(pid, number) for pid, number, what in seen if what == "called"]
+    for mine in set(calls):
+        first = calls.index(mine)
+        last = len(calls) - 1 - calls[::-1].index(mine)
+        assert set(calls[first : last + 1]) == {mine}
+    assert {r.timed_on for r in outcome.records if isinstance(r, Cell)} == {msgspec.UNSET}
+
+
+def test_a_bench_without_the_cells_of_another(benched, store, tmp_path):
+    """Cells that a journal of the same bench has are left out, whatever card it was timed on; one
+    of another bench is refused.
+    """
+    _, outcome = benched
+    kept = [p for p in config.parse(TINY).problems() if p.contract.tokens == 1]
+    records = [r for r in outcome.records if not isinstance(r, Cell) or r.problem in kept]
+    header = msgspec.structs.replace(
+        outcome.run,
+        cards=(arch.Card(uuid="GPU-other"),),
+        kernels={**outcome.run.kernels, "layer": "of another version"},
+        software={**outcome.run.software, "torch": "0.1"},
+    )
+    with Journal.open(tmp_path / "half", header) as journal:
+        journal.extend(records)
+    rest = run(tmp_path / "rest", store, "fakes.library", without=[tmp_path / "half"])
+    assert {r.problem.contract.tokens for r in rest.records if isinstance(r, Cell)} == {2}
+    assert rest.timed == rest.run.cells == 2
+    assert any("half is of torch 0.1, this is " in note for note in rest.notes)
+    with pytest.raises(JournalError, match=r"half: of another bench: peer fakes|peer library: "):
+        run(tmp_path / "others", store, "fakes.ring", without=[tmp_path / "half"])
+    with pytest.raises(JournalError, match="half: of another bench: rounds: 6 in the journal, 7"):
+        run(tmp_path / "rounds", store, "fakes.library", rounds=7, without=[tmp_path / "half"])

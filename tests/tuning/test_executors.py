@@ -6,10 +6,14 @@ import sys
 import threading
 import time
 
+import msgspec
 import pytest
 
+from gdntune.device import arch
 from gdntune.errors import GdntuneError, MeasurementError
+from gdntune.tuning import program
 from gdntune.tuning.executors import Child, Crashed, on_each, share_out
+from gdntune.tuning.team import Team
 
 # Their processes start as a user's do.
 pytestmark = pytest.mark.cold
@@ -348,3 +352,53 @@ def leave(start):
 def say(start):
     """A task that prints."""
     print("said", flush=True)
+
+
+class Heard:
+    """A connection on which a child says this, each some seconds after the one before."""
+
+    def __init__(self, clock, *said):
+        self.clock, self.said, self.limits = clock, list(said), []
+
+    def poll(self, limit):
+        self.limits.append(limit)
+        seconds, _ = self.said[0]
+        late = limit is not None and seconds > limit
+        self.clock.append(self.clock[-1] + (limit if late else seconds))
+        return not late
+
+    def recv(self):
+        return self.said.pop(0)[1]
+
+
+def test_a_turn_that_a_task_waits_for_is_not_its_own_time(monkeypatch):
+    """A task that waits for the device, which others use for minutes, has its whole time limit once
+    it has the device; a wait has no limit.
+    """
+    clock = [0.0]
+    monkeypatch.setattr(program.time, "monotonic", lambda: clock[-1])
+    waits, has = program._Waits(True), program._Waits(False)
+    one = object.__new__(program.Program)
+    one._connection = Heard(clock, (2, waits), (500, has), (7, program._Answer("done")))
+    assert one._answered(10).value == "done"
+    assert one._connection.limits == [10, None, 8]
+    one._connection = Heard(clock, (2, waits), (500, has), (9, program._Answer("late")))
+    with pytest.raises(program.Ended, match="no answer within 10 s"):
+        one._answered(10)
+
+
+def test_a_journal_of_another_card_names_its_cells(monkeypatch):
+    """Fault: a sweep that was resumed on another card of the model had samples of both, and nothing
+    said which were whose.
+    """
+    old, new = arch.Card(uuid="GPU-a"), arch.Card(uuid="GPU-b")
+    for there, here, names in (
+        ((old,), [old], ["cuda:0", "cuda:0"]),
+        ((old,), [new], ["cuda:0 GPU-b", "cuda:0 GPU-b"]),
+        (msgspec.UNSET, [new], ["cuda:0", "cuda:0"]),
+        ((old,), [], ["cuda:0", "cuda:0"]),
+    ):
+        team = Team([Fake("cuda:0"), Fake("cuda:0")], None, "local")
+        said = list(team.of_other_cards(there, here))
+        assert [worker.name for worker in team.workers] == names
+        assert team.several == bool(said) == (names[0] != "cuda:0")
