@@ -96,8 +96,8 @@ MOST_WORKERS = 8
 
 
 def workers(device: Device, devices: int, executor: Executor, peers: int) -> int:
-    """Processes a device that a bench has by default: half of the cores compile, at most 8 processes
-    a GPU; one on a CPU, whose times they would disturb, and where no peer is timed.
+    """Processes a device that a bench has by default: half of the cores compile, at most 8
+    processes a GPU; one on a CPU, whose times they would disturb, and where no peer is timed.
     """
     if device.kind == "cpu" or executor != "local" or not peers:
         return 1

@@ -67,16 +67,16 @@ class Team:
     def of_other_cards(
         self, there: tuple[Card, ...] | UnsetType, here: Sequence[Card]
     ) -> Iterator[str]:
-        """Names workers by their GPU too, so that a journal says so of each cell, where it was begun
-        on others of the model; a note of it. there: its header's. here: of this host, as the
-        devices.
+        """Names workers by their GPU too, so that a journal says so of each cell, where it was
+        begun on others of the model; a note of it. there: its header's. here: of this host, as
+        the devices.
         """
         known = {card.uuid for card in there} if isinstance(there, tuple) else set()
         if not known or {card.uuid for card in here} <= known:
             return
         each = len(self.workers) // len(here)
-        for n, worker in enumerate(self.workers):
-            worker.name = f"{worker.name} {here[n // each].uuid}"
+        for n, one in enumerate(self.workers):
+            one.name = f"{one.name} {here[n // each].uuid}"
         self._marked = True
         yield (
             "the journal was begun on another card of the model: its times may differ by some"
