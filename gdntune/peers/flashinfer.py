@@ -321,7 +321,8 @@ def _bind_ring(case: Case) -> Bound:
             " has 1.0 and 20.0 alone"
         )
     p, pool = case.problem, _pool(case)
-    c, states = p.contract, pool["initial_state"]
+    # Its descriptors take no gaps between slots, unless compiled anew for each pool and batch.
+    c, states = p.contract, dense_pool(case)
     names = ("A_log", "a", "dt_bias", "q", "k", "v", "b", "scale", "output")
     arguments = {name: getattr(case, name) for name in names} | {
         "initial_state_source": states,
@@ -556,8 +557,9 @@ PEER = Peer(
             "gated_delta_rule_mtp_ucache_flush",
             _refuse_ring,
             _bind_ring,
-            "on the pool by slots, a ring of corrections beside it; means over whole cycles, all"
-            " drafts accepted, the window folded into the state once in each",
+            "on the pool by slots, on a copy without gaps where it has some, a ring of corrections"
+            " beside it; means over whole cycles, all drafts accepted, the window folded into the"
+            " state once in each",
             _ring_extra_bytes,
             # It rounds A_log, dt_bias and the matrices of its products to bf16.
             tolerance=2e-2,

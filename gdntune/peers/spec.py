@@ -358,7 +358,7 @@ def dense_steps(case: Case) -> Tensor | None:
 
 
 def dense_pool(case: Case) -> Tensor:
-    """The case's states, for libraries that would copy a pool with gaps at each call: a copy made
-    now where it has some. Only for calls that do not write them.
+    """The case's states, for libraries that would copy a pool with gaps at each call, or refuse it:
+    a copy made now where it has some. Only for contracts that keep the states as they are.
     """
     return case.state.contiguous()

@@ -106,9 +106,9 @@ def tables(results: Path) -> Iterator[str]:
         yield times(gpu, frame(load(paths, REGRET)))
     alone, called, chains = (
         {
-            gpu: _Bench(run := load([results / folder / name])[0], frame([run]))
+            gpu: _Bench(runs := load(paths), frame(runs))
             for gpu, folder in GPUS.items()
-            if (results / folder / name).exists()
+            if (paths := _journals(results / folder, name))
         }
         for name in (ALONE, AS_CALLED, CHAIN)
     )
@@ -120,10 +120,18 @@ def tables(results: Path) -> Iterator[str]:
     yield readme(called[HEADLINE], chains[HEADLINE])
 
 
-class _Bench(NamedTuple):
-    """A bench's journal, and its rows."""
+def _journals(folder: Path, name: str) -> list[Path]:
+    """A bench's journal, and those of the cells that it lacked (`bench --without`), each perhaps of
+    another card; empty where it was not published.
+    """
+    rest = name.replace(".jsonl", ".rest*.jsonl")
+    return [folder / name, *sorted(folder.glob(rest))] if (folder / name).exists() else []
 
-    run: LoadedRun
+
+class _Bench(NamedTuple):
+    """A bench's journals, and their rows."""
+
+    runs: Sequence[LoadedRun]
     rows: "pd.DataFrame"
 
     def of(self, peer: str) -> "pd.DataFrame":
@@ -133,7 +141,8 @@ class _Bench(NamedTuple):
 
     def version(self, peer: str) -> str:
         """The version of a library that was timed, without what a release was made again for."""
-        said = label(f"{PREFIX}{peer}", self.run.records).partition(" ")[2]
+        records = [r for run in self.runs for r in run.records]
+        said = label(f"{PREFIX}{peer}", records).partition(" ")[2]
         return said.partition(".post")[0]
 
 
@@ -142,11 +151,9 @@ def behind(results: Path) -> Iterator[str]:
     README's limits list.
     """
     for (gpu, folder), name in itertools.product(GPUS.items(), WHERE):
-        path = results / folder / name
-        if not path.exists():
-            continue
-        (run,) = load([path])
-        for kernel, rows in slower(frame([run]), run.records).items():
+        runs = load(_journals(results / folder, name))
+        records = [r for run in runs for r in run.records]
+        for kernel, rows in slower(frame(runs), records).items() if runs else ():
             kinds: dict[str, list[Any]] = {}
             for row in rows:
                 kinds.setdefault(f"{kind(row)} T={row['tokens']}", []).append(row)
@@ -154,7 +161,7 @@ def behind(results: Path) -> Iterator[str]:
                 cells = ", ".join(
                     f"B={r['B']}, HV={r['HV']}: {r['chosen_speedup']:.2f}" for r in its
                 )
-                yield f"{label(kernel, run.records)}, {gpu}, {WHERE[name]}: {words}: {cells}"
+                yield f"{label(kernel, records)}, {gpu}, {WHERE[name]}: {words}: {cells}"
 
 
 def times(gpu: str, found: "pd.DataFrame") -> str:

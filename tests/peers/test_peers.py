@@ -439,6 +439,19 @@ def test_a_ring_step_by_step(called, tokens):
     assert extra == row * (sum(filled) / cycle + tokens) + 2 * state / cycle
 
 
+def test_a_ring_beside_a_pool_with_gaps(called):
+    """Fault: under chain, whose pools have gaps between slots, the ring raised at B=4, 16 and 64
+    (block-strided state pools). It has a copy without gaps there, else the case's own pool.
+    """
+    problem = Problem(BF16.replace(tokens=4, mode="frozen"), 3, 2, 4)
+    for gap, own in ((0, True), (64, False)):
+        case = make_case(problem, slot_stride_pad=gap)
+        recorder, _ = called("flashinfer", RING, case)
+        states = recorder.arguments["initial_state_source"]
+        assert states.is_contiguous() and states.equal(case.state)
+        assert (states.data_ptr() == case.state.data_ptr()) is own
+
+
 def test_what_the_ring_does_not_take(called):
     """Its softplus has no parameters, and it always normalises."""
     contract = BF16.replace(tokens=4, mode="frozen")

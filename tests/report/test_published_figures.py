@@ -1,5 +1,6 @@
 """gdntune/report/published_figures.py: README and docs/results.md say what the journals say."""
 
+import lzma
 from pathlib import Path
 
 import msgspec
@@ -69,8 +70,8 @@ def bench(version, **slow):
 def published(tmp_path, version, **slow):
     """The same as a published file, loaded."""
     folder = synthetic.write(tmp_path / version, *bench(version, **slow), with_table=False)
-    (run,) = load([folder])
-    return published_figures._Bench(run, frame([run]))
+    runs = load([folder])
+    return published_figures._Bench(runs, frame(runs))
 
 
 def test_libraries_have_their_versions(tmp_path):
@@ -89,5 +90,21 @@ def test_where_others_are_faster(tmp_path):
     limits.
     """
     found = published(tmp_path, "0.33.0", vllm=0.9, sglang=1.1, fla=0.995)
-    rows = slower(found.rows, found.run.records)
+    rows = slower(found.rows, found.runs[0].records)
     assert set(rows) == {"peer:vllm"} and len(rows["peer:vllm"]) == 6
+
+
+def test_a_bench_in_two_journals(tmp_path):
+    """The cells that a published journal lacked stand in one of their own, timed later and perhaps
+    on another card: the figures are of both.
+    """
+    for name, slow in (("bench-peers", 1.5), ("bench-peers.rest", 0.9), ("bench-peers.other", 9.0)):
+        folder = synthetic.write(tmp_path / name, *bench("1", vllm=slow), with_table=False)
+        data = (folder / "journal.jsonl").read_bytes()
+        (tmp_path / f"{name}.jsonl.xz").write_bytes(lzma.compress(data))
+    paths = published_figures._journals(tmp_path, "bench-peers.jsonl.xz")
+    assert [path.name for path in paths] == ["bench-peers.jsonl.xz", "bench-peers.rest.jsonl.xz"]
+    found = published_figures._Bench(load(paths), frame(load(paths)))
+    line = published_figures.beside_others({"H200": found}).splitlines()[2]
+    assert line == "| GDN T=1, bf16 state | 1.16 (**0.90**) |"
+    assert published_figures._journals(tmp_path / "none", "bench-peers.jsonl.xz") == []
