@@ -20,11 +20,13 @@ Intermediate = Literal["none", "dense", "indexed", "slots"]
 Norm = Literal["none", "silu", "sigmoid"]
 Conv = Literal["none", "identity", "silu"]
 Window = Literal["ring", "shifted"]
+RingDType = Literal["fp32", "bf16"]
 
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 MAX_TOKENS = 16
 GATES = {"gdn_decode": ("raw", "log"), "kda_decode": ("log", "softplus", "lower_bound")}
 HEAD_SIZES_K = (64, 96, 128, 256)
+RINGS = (16, 32)
 
 
 class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
@@ -57,6 +59,10 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
     conv_width: its taps, 2 to 4. conv_bias: whether it has a bias.
     conv_window: where a slot keeps its last rows: a `ring`, whose row `conv_position` gets the new
         one, or `shifted` by a row a token, the oldest first.
+    ring: how many corrections a request's ring holds at most between folds into the state, 16 or
+        32; 0: there is no ring, each call writes the state. The tokens of a call are drafts then:
+        they are appended, and count as nothing until a later call's `ring_count` says so.
+    ring_dtype: of the corrections u; k is kept in the inputs' dtype, decays in fp32.
     """
 
     op: Op = "gdn_decode"
@@ -83,11 +89,18 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
     conv_width: int = 4
     conv_bias: bool = False
     conv_window: Window = "ring"
+    ring: int = 0
+    ring_dtype: RingDType = "fp32"
 
     @property
     def layer(self) -> bool:
         """Whether a call does more of a model's layer than gates and delta rule."""
         return self.norm != "none" or self.conv != "none"
+
+    @property
+    def always_writes(self) -> bool:
+        """Whether each call writes the final state: with a ring that is a call in some."""
+        return self.mode == "update" and not self.ring
 
     @property
     def has_parameters(self) -> bool:
@@ -123,10 +136,11 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
         return ".".join(parts)
 
 
-# What came after the first tables and journals, at its defaults.
+# What came after the first tables and journals, at its defaults, the newest first.
 _LATER = (
+    b',"ring":0,"ring_dtype":"fp32"',
     b',"norm":"none","norm_weight_dtype":"fp32","conv":"none","conv_width":4,"conv_bias":false,'
-    b'"conv_window":"ring"'
+    b'"conv_window":"ring"',
 )
 
 
@@ -135,7 +149,9 @@ def without_defaults(encoded: bytes) -> bytes:
     that what older versions wrote is written again byte for byte, and they read what this one
     writes.
     """
-    return encoded.replace(_LATER, b"")
+    for fields in _LATER:
+        encoded = encoded.replace(fields, b"")
+    return encoded
 
 
 # With two of them as factors, work units fit into 64 bits.
@@ -204,7 +220,26 @@ def contract_fault(c: Any) -> str | None:
             f"norm_weight_dtype={c.norm_weight_dtype!r} with norm='none': there is no weight;"
             " leave it at 'fp32'"
         )
-    return _conv_fault(c)
+    return _ring_fault(c) or _conv_fault(c)
+
+
+def _ring_fault(c: Contract) -> str | None:
+    """Why a contract's ring is not legal, or none of ours."""
+    if c.ring == 0:
+        return None if c.ring_dtype == "fp32" else "ring_dtype with ring=0: leave it out"
+    if c.ring not in RINGS:
+        return f"ring={c.ring}: expected 0 (none) or one of {listed(RINGS)}"
+    if c.op != "gdn_decode":
+        return f"ring={c.ring} with op={c.op}: rings are served of gdn_decode alone"
+    if c.layer:
+        return f"ring={c.ring} with norm={c.norm!r}, conv={c.conv!r}: expected 'none' of both"
+    if (c.mode, c.intermediate, c.pool, c.ragged) != ("update", "none", True, False):
+        return (
+            f"ring={c.ring} with mode={c.mode!r}, intermediate={c.intermediate!r}, pool={c.pool},"
+            f" ragged={c.ragged}: expected mode='update' and intermediate='none' on a pool, with as"
+            " many tokens of each request"
+        )
+    return None
 
 
 def _conv_fault(c: Contract) -> str | None:

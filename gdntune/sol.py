@@ -39,7 +39,7 @@ def floor_form(contract: Contract) -> FloorForm:
     """One read; a write for the final state, and one a token where the states between tokens are
     kept.
     """
-    final = 1 if contract.mode == "update" else 0
+    final = 1 if contract.always_writes else 0
     # Under `update` the last token's state counts twice: it goes to its slot and to the buffer.
     between = 0 if contract.intermediate == "none" else contract.tokens
     return FloorForm(reads=1, writes=final + between)
@@ -62,7 +62,8 @@ def bytes_moved(problem: Problem) -> int:
 
     q, k [B,T,H,K]; v, output [B,T,HV,V]; a [B,T,HV] (KDA: g [B,T,HV,K]); b [B,T,HV]; A_log [HV] and
     dt_bias [HV] (KDA: [HV,K]) where the gate has them; with a norm the output's gate [B,T,HV,V] and
-    the weight [V]; with a convolution its windows and weights. A ragged batch counts as full: B*T
+    the weight [V]; with a convolution its windows and weights; with a ring its entries and the
+    share of its folds. A ragged batch counts as full: B*T
     tokens.
     """
     c = problem.contract
@@ -80,7 +81,20 @@ def bytes_moved(problem: Problem) -> int:
         total += rows * HV * c.V * ITEMSIZE[c.input_dtype] + c.V * ITEMSIZE[c.norm_weight_dtype]
     if c.conv != "none":
         total += _convolution_bytes(problem)
+    if c.ring:
+        total += _ring_bytes(problem)
     return total
+
+
+def _ring_bytes(problem: Problem) -> int:
+    """In the mean over windows of 0 to `ring` live entries, as cases draw them: those read, T
+    written, and the state written by one call in ring / T, where all drafts are accepted.
+    """
+    c = problem.contract
+    entry = problem.H * c.K * ITEMSIZE[c.input_dtype]
+    entry += problem.HV * (c.V * ITEMSIZE[c.ring_dtype] + 4)
+    rows = problem.B * (c.ring / 2 + c.tokens)
+    return round(entry * rows + state_bytes(problem) * c.tokens / c.ring)
 
 
 def _convolution_bytes(problem: Problem) -> int:

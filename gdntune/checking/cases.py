@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdntune.checking import ring
 from gdntune.checking.draw import (
     Draw,
     draw_beta,
@@ -22,6 +23,7 @@ from gdntune.checking.draw import (
     draw_gate,
     draw_norm,
     draw_qkv,
+    draw_ring,
     window_rows,
 )
 from gdntune.checking.options import Options
@@ -81,6 +83,13 @@ class Case:
     conv_weight: Tensor | None = None
     conv_bias: Tensor | None = None
     conv_position: Tensor | None = None
+    ring_k: Tensor | None = None
+    ring_u: Tensor | None = None
+    ring_decay: Tensor | None = None
+    ring_base: Tensor | None = None
+    ring_count: Tensor | None = None
+    flush_min: int = 0
+    append: int = 1
     mixed: Tensor | None = None
 
     @property
@@ -137,7 +146,7 @@ class Case:
         """Copies what a call writes (state, intermediate, output, windows) back from a clone made
         earlier; no address changes.
         """
-        for name in ("state", "intermediate", "output", "conv_state"):
+        for name in ("state", "intermediate", "output", "conv_state", *ring.TENSORS):
             mine, kept = getattr(self, name), getattr(before, name)
             if mine is not None:
                 whole(mine).copy_(whole(kept))
@@ -206,6 +215,11 @@ def make_case(
         **draw_conv(draw, problem, o, plan.slots, q),
         conv_position=index(at) if at else None,
     )
+    if c.ring:
+        rings = draw_ring(draw, problem, o, plan.slots)
+        base, count = _windows(problem, o, pick)
+        case = dataclasses.replace(case, **rings, ring_base=index(base), ring_count=index(count))
+        _poison_rings(case, plan)
     if c.conv != "none":
         _settle(draw, case)
         _poison_windows(case, plan)
@@ -331,6 +345,39 @@ def _poison_windows(case: Case, plan: Slots) -> None:
             state[slot, sorted(set(range(rows)) - window)] = math.nan
 
 
+def _windows(
+    problem: Problem, options: Options, pick: random.Random
+) -> tuple[list[int], list[int]]:
+    """Where each request's live entries begin in its ring, and how many they are."""
+    c = problem.contract
+    rows = c.ring + c.tokens + options.extra_rows
+    base = [pick.randrange(rows) for _ in range(problem.B)]
+    count = [pick.randint(0, c.ring) for _ in range(problem.B)]
+    # both ends, whatever is drawn
+    count[0] = c.ring
+    if problem.B > 1:
+        count[1] = 0
+    if options.out_of_range:
+        base[0], count[0] = -1, c.ring + 1
+    return base, count
+
+
+def _poison_rings(case: Case, plan: Slots) -> None:
+    """NaN for the rows of rings that are no live entry's."""
+    assert case.ring_base is not None and case.ring_count is not None
+    for name in ring.TENSORS:
+        x = getattr(case, name)
+        rows = x.shape[2]
+        dead = torch.ones(x.shape[0], rows, dtype=torch.bool)
+        for slot, base, count in zip(
+            plan.start, case.ring_base.tolist(), case.ring_count.tolist(), strict=True
+        ):
+            if 0 <= slot < x.shape[0]:
+                first, n = min(max(base, 0), rows - 1), min(max(count, 0), case.contract.ring)
+                dead[slot, [(first + i) % rows for i in range(n)]] = False
+        x.transpose(1, 2)[dead.to(x.device)] = math.nan
+
+
 def _poison_padding(case: Case, plan: Slots, bounds: Sequence[int]) -> None:
     """NaN for the inputs of padding, and of packed rows beyond the last request."""
     ragged = case.contract.ragged
@@ -356,7 +403,7 @@ def floor_case(
     state = Draw(device, seed).fill(
         torch.empty(problem.B, size, dtype=kept, device=device), STATE_SPREAD
     )
-    steps = form.writes - (c.mode == "update")
+    steps = form.writes - c.always_writes
     buffer = (
         torch.full((problem.B, steps, size), math.nan, dtype=kept, device=device) if steps else None
     )

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdntune.checking import ring
 from gdntune.checking.cases import Case, make_case, whole
 from gdntune.checking.reference import trace
 from gdntune.errors import CheckFailed
@@ -157,6 +158,11 @@ class _Part:
         )
 
 
+def _by_places(name: str, x: Tensor) -> Tensor:
+    """A tensor with the dimensions in front that a part's places are of."""
+    return x.transpose(1, 2) if name in ring.TENSORS else x
+
+
 def _index(at: int, shape: Sequence[int]) -> list[int]:
     """The indices of an element by its number; torch.unravel_index imports sympy for it, which
     takes a checking process longer than its checks of a small contract.
@@ -175,6 +181,10 @@ def _coordinates(case: Case, name: str, leading: int, rest: Sequence[int]) -> st
     tensor: Tensor = getattr(case, name)
     if name == "state":
         first = f"slot={leading}"
+    elif name in ring.TENSORS:
+        first = f"slot={leading // tensor.shape[2]}, row={leading % tensor.shape[2]}"
+        last = "k" if name == "ring_k" else "v"
+        return f"{name}[{first}, head={rest[0]}, {last}={rest[1]}]"
     elif name == "conv_state":
         first = f"slot={leading // tensor.shape[1]}, row={leading % tensor.shape[1]}"
         return f"{name}[{first}, channel={rest[-1]}]"
@@ -232,6 +242,20 @@ class Truth:
             assert before.conv_state is not None
             kept = before.conv_state.dtype
             self.parts.append(_Part.of("conv_state", t.windows_from, rows, seen, kept))
+        if t.appended is not None:
+            self._expect_ring(t.appended)
+
+    def _expect_ring(self, kept: ring.Kept) -> None:
+        """The parts of what a ring gets."""
+        values = {"ring_k": kept.k, "ring_u": kept.u, "ring_decay": kept.decay}
+        # of a decay that vanishes its share of the state counts, not what is left of itself
+        reaches = {"ring_u": kept.reach, "ring_decay": torch.ones_like(kept.decay[..., 0])}
+        for name, x in values.items():
+            reach = reaches.get(name)
+            dtype = getattr(self.before, name).dtype
+            # k and the decay are of one token
+            tokens = kept.tokens if name == "ring_u" else torch.ones_like(kept.tokens)
+            self.parts.append(_Part.of(name, kept.held, x, tokens, dtype, reach=reach))
 
     def judge(self, after: Case) -> Verdict:
         """The verdict on a clone of `before` that a kernel was called with."""
@@ -249,13 +273,15 @@ class Truth:
 
     def _written(self, case: Case, part: _Part) -> Tensor:
         """The places of a part in a case, [n, heads, (v,) values], K-last."""
-        tensor: Tensor = getattr(case, part.name)
+        tensor = _by_places(part.name, getattr(case, part.name))
         if part.name == "state":
             x = tensor[part.places]
         else:
             x = tensor[part.places // tensor.shape[1], part.places % tensor.shape[1]]
         if part.name == "conv_state":
             return x[:, None]
+        if part.name in ring.TENSORS:
+            return x if x.ndim == 3 else x[..., None]
         return (
             x if part.name == "output" or case.contract.layout == "k_last" else x.transpose(-1, -2)
         )
@@ -294,11 +320,12 @@ class Truth:
                     # not
                     now = now.clone()
                     view = now.as_strided(new.shape, new.stride(), new.storage_offset())
+                    view, kept = _by_places(name, view), _by_places(name, old)
                     if name == "state":
-                        view[part.places] = old[part.places]
+                        view[part.places] = kept[part.places]
                     else:
-                        at = (part.places // old.shape[1], part.places % old.shape[1])
-                        view[at] = old[at]
+                        at = (part.places // kept.shape[1], part.places % kept.shape[1])
+                        view[at] = kept[at]
             was = whole(old)
             # As integers: the poison is NaN, which equals nothing, and -0.0 is not 0.0.
             if torch.equal(_bits(was), _bits(now)):
@@ -379,6 +406,8 @@ def recipes(contract: Contract, thorough: bool = False) -> Iterator[tuple[Proble
         "neg_eigval": True,
     }
     yield Problem(c, B, 2, 4), {**awkward, **pool, **lengths(B)}
+    if c.ring:
+        awkward["flush_min"] = c.ring // 2
     # What is odd in the formula, on plain memory.
     plain = {"use_qk_l2norm": False, "scale": 0.3, "extreme_gates": True, "strided_indices": True}
     yield (
@@ -391,6 +420,9 @@ def recipes(contract: Contract, thorough: bool = False) -> Iterator[tuple[Proble
             "norm_eps": 0.1,
         },
     )
+    if c.ring:
+        # as a fold without tokens is asked for
+        yield Problem(c, 3, 1, 2), {"flush_min": 0, "append": False, "split": True}
     if thorough:
         # More requests than a warp has lanes.
         yield Problem(c, 33, 1, 1), {**pool, **lengths(33)}

@@ -171,6 +171,36 @@ def _key_scale(c: Contract) -> float:
     return 2 * scale if c.conv == "silu" else scale
 
 
+def draw_ring(
+    draw: Draw, problem: Problem, options: Options, slots: int
+) -> dict[str, Tensor | int]:
+    """Rings of all slots, every row of them filled, and when they are folded; nothing where the
+    contract has none.
+    """
+    c = problem.contract
+    if not c.ring:
+        return {}
+    rows = c.ring + c.tokens + options.extra_rows
+
+    def kept(dtype: torch.dtype, *shape: int) -> Tensor:
+        size, gap = math.prod(shape), options.slot_stride_pad
+        return draw.normal(slots, size + gap, dtype=dtype)[:, :size].unflatten(-1, shape)
+
+    k = kept(DTYPES[c.input_dtype], problem.H, rows, c.K)
+    u = kept(DTYPES[c.ring_dtype], problem.HV, rows, c.V)
+    if options.use_qk_l2norm:
+        # u is kept over the norm of a key, which is about this
+        u *= c.K**-0.5
+    else:
+        k *= c.K**-0.5
+    decay = kept(torch.float32, problem.HV, rows).uniform_(0.5, 1.0, generator=draw.generator)
+    least = c.ring + 1 if options.flush_min is None else options.flush_min
+    return {
+        "ring_k": k, "ring_u": u, "ring_decay": decay, "flush_min": least,
+        "append": int(options.append),
+    }  # fmt: skip
+
+
 def _extreme(draw: Draw, a: Tensor, bias: Tensor) -> Tensor:
     """Of every six gates in memory order two stay, two lie just above softplus' turn, one each at
     +-100, beyond exp's range in fp32.

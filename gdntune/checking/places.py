@@ -54,6 +54,13 @@ class Given:
     conv_weight: Tensor | None = None
     conv_bias: Tensor | None = None
     conv_position: Tensor | None = None
+    ring_k: Tensor | None = None
+    ring_u: Tensor | None = None
+    ring_decay: Tensor | None = None
+    ring_base: Tensor | None = None
+    ring_count: Tensor | None = None
+    flush_min: int = 0
+    append: int = 1
 
     def tensor(self, name: str) -> Tensor:
         """An argument that the contract asks for; UnsupportedProblem where it is None."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdntune.checking import ring
 from gdntune.checking.places import Given, Places, places, present
 from gdntune.problem import Contract
 
@@ -164,7 +165,7 @@ class Trace:
     where q meets the state at a random angle, norm(S) norm(q) / sqrt(K). The row itself can be as
     small as chance has it (a state of one token is u k^T, its outputs u (k.q)), what rounding loses
     cannot. With a norm it is what that norm comes to behind it. windows [w, D], windows_from
-    [slots*rows]: rows of the convolution's windows.
+    [slots*rows]: rows of the convolution's windows. appended: what a ring gets.
     """
 
     output: Tensor
@@ -178,6 +179,7 @@ class Trace:
     reach: Tensor
     windows: Tensor | None = None
     windows_from: Tensor | None = None
+    appended: ring.Kept | None = None
 
 
 def _held(size: int, *writes: tuple[Tensor, Tensor]) -> Tensor:
@@ -204,8 +206,15 @@ def trace(
     """
     given = Given(**tensors)
     where = places(contract, given)
+    window = ring.window(contract, given, where.rows.shape[1]) if contract.ring else None
+    if window is not None:
+        # the state is written where the ring is folded into it, and nowhere else
+        where = dataclasses.replace(where, final=torch.where(window.folds, where.final, -1))
     if requests is not None:
         where = where.of(requests)
+        window = window.of(requests) if window is not None else None
+    if window is not None:
+        return _ringed(contract, given, where, window, dtype)
     outputs, kept, reaches = _computed(contract, given, where, dtype)
     B, T = where.rows.shape
     device = given.q.device
@@ -237,6 +246,40 @@ def trace(
     )
 
 
+def _ringed(
+    contract: Contract, given: Given, where: Places, window: ring.Window, dtype: torch.dtype
+) -> Trace:
+    """A call behind a ring: it starts from the state with the live entries in it, and that is what
+    is written where they are folded.
+    """
+    start = start_states(contract, given, where, dtype)
+    start = ring.folded(contract, given, where, window, start)
+    outputs, after, reaches = _computed(contract, given, where, dtype, start, every=True)
+    key = _tokens(given.k, where, dtype)
+    inverse = torch.ones_like(key[..., 0])
+    if given.use_qk_l2norm:
+        inverse = torch.rsqrt((key * key).sum(-1) + NORM_EPSILON)
+    inputs = (
+        key, _tokens(given.v, where, dtype), inverse, *_gates_of(contract, given, where, dtype)
+    )  # fmt: skip
+    before = torch.cat((start[:, None], after[:, :-1]), 1)
+    kept = ring.kept(contract, given, where, window, before, inputs)
+    B, T = where.rows.shape
+    token = torch.arange(B * T, device=start.device)
+    return Trace(
+        output=outputs.flatten(0, 1),
+        states=start,
+        output_from=_held(given.v.shape[:2].numel(), (where.rows, token.view(B, T))),
+        state_from=_held(given.state.shape[0], (where.final, token[:B])),
+        intermediate_from=None,
+        output_tokens=kept.tokens,
+        state_tokens=window.count,
+        zero=~where.real.flatten(),
+        reach=reaches.flatten(0, 1),
+        appended=kept,
+    )
+
+
 def _windows(
     contract: Contract, given: Given, where: Places
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -260,12 +303,19 @@ def _windows(
 
 
 def _computed(
-    contract: Contract, given: Given, where: Places, dtype: torch.dtype
+    contract: Contract,
+    given: Given,
+    where: Places,
+    dtype: torch.dtype,
+    start: Tensor | None = None,
+    every: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By request, convolution and norm included: the outputs [B, T, HV, V]; the states
     [B, T, HV, V, K] after each token, or the last alone [B, 1, ...] where none between is wanted;
-    the outputs' reach [B, T, HV] (see `Trace`).
+    the outputs' reach [B, T, HV] (see `Trace`). start [B, HV, V, K]: in place of the pool's states;
+    every: each token's state, whether or not the call stores it.
     """
+    every = every or contract.intermediate != "none"
     real, HV, K = where.real, given.v.shape[2], given.q.shape[-1]
     if contract.conv == "none":
         query, key, value = (_tokens(x, where, dtype) for x in (given.q, given.k, given.v))
@@ -276,9 +326,8 @@ def _computed(
     query = query * (K**-0.5 if given.scale is None else given.scale)
     query, key = (x.repeat_interleave(HV // x.shape[2], 2) for x in (query, key))
     decay, beta = _gates_of(contract, given, where, dtype)
-    start = given.state[where.start.clamp(min=0)].to(dtype)
-    if contract.layout == "v_last":
-        start = start.transpose(-1, -2)
+    if start is None:
+        start = start_states(contract, given, where, dtype)
     outputs, states, reaches = [], [], []
     T = where.rows.shape[1]
     # Token by token: T states of a large call in fp64 would not fit beside the call itself.
@@ -291,12 +340,18 @@ def _computed(
         # 0 * NaN: a padding request may have met a NaN in the slot that stood in for none
         outputs.append(torch.where(real[:, t, None, None], o[:, 0], 0))
         reaches.append(start.flatten(-2).norm(dim=-1) * query[:, t].norm(dim=-1) * K**-0.5)
-        if contract.intermediate != "none" or t == T - 1:
+        if every or t == T - 1:
             states.append(start)
     output, reach = torch.stack(outputs, 1), torch.stack(reaches, 1)
     if contract.norm != "none":
         output, reach = _normed(contract, given, where, output, reach)
     return output, torch.stack(states, 1), reach
+
+
+def start_states(contract: Contract, given: Given, where: Places, dtype: torch.dtype) -> Tensor:
+    """The pool's states that requests start from, [B, HV, V, K]; any where there is none."""
+    start = given.state[where.start.clamp(min=0)].to(dtype)
+    return start if contract.layout == "k_last" else start.transpose(-1, -2)
 
 
 def _normed(

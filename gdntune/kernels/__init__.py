@@ -10,9 +10,11 @@ from gdntune.errors import TableError, UnknownName, UnsupportedProblem, listed
 from gdntune.kernels import (
     cpu_layer_config,
     cpu_recurrent_config,
+    cpu_ring_config,
     cpu_stream_config,
     layer_config,
     recurrent_config,
+    ring_config,
     stream_config,
     wy_block_config,
     wy_config,
@@ -46,10 +48,12 @@ KERNELS: dict[str, Kernel] = {
         wy_block_config.KERNEL,
         wy_lanes_config.KERNEL,
         layer_config.KERNEL,
+        ring_config.KERNEL,
         stream_config.KERNEL,
         cpu_recurrent_config.KERNEL,
         cpu_stream_config.KERNEL,
         cpu_layer_config.KERNEL,
+        cpu_ring_config.KERNEL,
     )
 }
 
@@ -118,7 +122,7 @@ def default(contract: Contract, work_units: int, device: Device, role: Role = "d
     """The variant used where no table speaks: of the kernel that leads for the contract, else of
     the device's first of the role.
     """
-    found = [k for k in serving(device, role) if role == "floor" or k.layer == contract.layer]
+    found = [k for k in serving(device, role) if k.takes(contract)]
     if not found:
         raise UnsupportedProblem(
             f"no {role} kernel for {contract.key()} runs on {device.kind} ({device.name}): there"

@@ -28,7 +28,7 @@ def facts(c: Contract) -> Facts:
     """What an object is compiled for; the size of a slot, and whether and how many intermediate
     states are written, are dynamic.
     """
-    return {"state_dtype": c.state_dtype, "write": c.mode == "update"}
+    return {"state_dtype": c.state_dtype, "write": c.always_writes}
 
 
 def refuse(c: Contract, s: Knobs) -> str | None:

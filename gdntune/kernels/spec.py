@@ -36,6 +36,20 @@ delta rule, and takes behind these
     conv_position [B] int32, `ring`: the row from 0 that the first token goes to; those before it,
         cyclically, have the tokens before
 
+A kernel of rings (`Kernel.ring`) serves the contracts with a ring, and takes behind the numbers
+
+    ring_k        [slots, H, rows, K] of the inputs' dtype: keys as they came, before the norm
+    ring_u        [slots, HV, rows, V]: u over the norm of its key, so that u k^T is of both as kept
+    ring_decay    [slots, HV, rows] float32: each token's own decay, never a product of several;
+        of all three a slot's memory is contiguous, any slot stride
+    ring_base, ring_count   [B] int32: a request's live entries are ring_count[n] rows from
+        ring_base[n] on, cyclically; clamped to 0..rows-1 and 0..min(ring, rows)
+    flush_min, append   int32
+
+rows is ring + T or more. The call starts from the slot's state with its live entries folded in.
+Where these are flush_min or more, or T more would not fit into `ring`, that state is written to the
+write slot. Where append is not 0 the call's tokens become the rows behind the live ones.
+
 A floor kernel takes (state [slots, n], slots [B] int32: those that it moves, one after another,
 intermediate [B, steps, n] or None, factor float32, sink [1] float32). Nothing is allocated or kept
 by a kernel; CUDA kernels run on the current stream.
@@ -59,6 +73,7 @@ DECODE_ARGUMENTS = (
 LAYER_ARGUMENTS = (
     "output_gate norm_weight norm_eps mixed_qkv conv_state conv_weight conv_bias conv_position"
 ).split()
+RING_ARGUMENTS = "ring_k ring_u ring_decay ring_base ring_count flush_min append".split()
 FLOOR_ARGUMENTS = ("state", "slots", "intermediate", "factor", "sink")
 
 Role = Literal["decode", "floor"]
@@ -67,7 +82,8 @@ Facts = Mapping[str, Any]
 
 def arguments_of(contract: Contract) -> list[str]:
     """The names of what a contract's decode kernels are called with, in order."""
-    return [*DECODE_ARGUMENTS, *(LAYER_ARGUMENTS if contract.layer else ())]
+    more = LAYER_ARGUMENTS if contract.layer else RING_ARGUMENTS if contract.ring else ()
+    return [*DECODE_ARGUMENTS, *more]
 
 
 def knob(tag: str, doc: str, **kw: Any) -> Any:
@@ -116,6 +132,8 @@ class Kernel:
         needs. None: all.
     layer: whether it serves contracts that do more of a layer than gates and delta rule, and those
         alone; its calling convention has more arguments then.
+    ring: whether it serves contracts with a ring, and those alone; its calling convention has more
+        arguments then.
     block: what a setting's thread blocks are launched with, by contract; None where there are none
         (the CPU).
     sources: modules or files below gdntune/ whose text decides the object; the fingerprint covers
@@ -138,6 +156,13 @@ class Kernel:
     block: Callable[[Contract, Any], Block] | None = None
     few: Callable[[Contract, Device], tuple[Any, ...]] | None = None
     layer: bool = False
+    ring: bool = False
+
+    def takes(self, contract: Contract) -> bool:
+        """Whether the calling convention is the contract's."""
+        return self.role != "decode" or (
+            contract.layer == self.layer and (contract.ring > 0) == self.ring
+        )
 
     def fault(self, contract: Contract, setting: Any) -> str | None:
         """Why a setting cannot serve a contract, or None: what `refuse` says, and whether the
@@ -149,6 +174,9 @@ class Kernel:
                 f"norm={contract.norm!r}, conv={contract.conv!r}: {self.name} serves contracts with"
                 f" {expected} 'none'"
             )
+        if not self.takes(contract):
+            expected = "16 or 32" if self.ring else "0"
+            return f"ring={contract.ring}: {self.name} serves contracts with {expected}"
         return self.refuse(contract, setting)
 
     def variant(self, knobs: Any) -> Variant:
@@ -211,7 +239,7 @@ class Kernel:
         self, contract: Contract, device: Device, l2: str = "cold-clean"
     ) -> tuple[Variant, ...]:
         """The variants worth trying under an L2 policy."""
-        if self.role == "decode" and contract.layer != self.layer:
+        if not self.takes(contract):
             return ()
         return tuple(self.variant(s) for s in self.space(contract, device) if self.under(s, l2))
 

@@ -35,7 +35,7 @@ def facts(c: Contract) -> Facts:
     """
     return {
         "state_dtype": c.state_dtype,
-        "update": c.mode == "update",
+        "update": c.always_writes,
         "steps": c.intermediate != "none",
     }
 

@@ -170,9 +170,12 @@ class Peer:
 
     def serving(self, problem: Problem) -> tuple[list[Entry], str]:
         """The entries that serve a problem; where there are none, why."""
-        if problem.contract.layer:
+        if problem.contract.layer or problem.contract.ring:
             c = problem.contract
-            return [], f"norm={c.norm}, conv={c.conv}: no entry does more than gates and delta rule"
+            return [], (
+                f"norm={c.norm}, conv={c.conv}, ring={c.ring}: no entry does more than gates and"
+                " delta rule"
+            )
         faults = {entry.name: entry.refuse(problem) for entry in self.entries}
         found = [entry for entry in self.entries if faults[entry.name] is None]
         reasons: dict[str, list[str]] = {}

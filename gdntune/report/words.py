@@ -55,6 +55,8 @@ def contract_rest(c: Contract) -> str:
         "conv_width": f"of width {c.conv_width}",
         "conv_bias": "with a bias",
         "conv_window": "windows shifted",
+        "ring": f"a ring of {c.ring}",
+        "ring_dtype": f"u {c.ring_dtype}",
     }
     return ", ".join(
         words for name, words in said.items() if getattr(c, name) != getattr(usual, name)

@@ -244,6 +244,13 @@ def expected_shapes(
     if c.norm != "none":
         yield "output_gate", (N, T, HV, c.V)
         yield "norm_weight", (c.V,)
+    if c.ring:
+        slots = arguments["state"].shape[0]
+        yield "ring_k", (slots, H, "rows", c.K)
+        yield "ring_u", (slots, HV, "rows", c.V)
+        yield "ring_decay", (slots, HV, "rows")
+        yield "ring_base", (B,)
+        yield "ring_count", (B,)
     if c.conv != "none":
         D = 2 * H * c.K + HV * c.V
         yield "mixed_qkv", (N, T, D)
@@ -296,6 +303,8 @@ def faults(contract: Contract, values: tuple[Any, ...]) -> Iterator[str]:
                 f"{name} has dtype {arguments[name].dtype}: expected q's, {arguments['q'].dtype}"
             )
     yield from _window_faults(contract, arguments)
+    if contract.ring:
+        yield from _ring_faults(contract, arguments)
     x = arguments["intermediate"]
     if x is not None and x.dtype != arguments["state"].dtype:
         yield (
@@ -322,6 +331,22 @@ def _window_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
         yield f"conv_position has dtype {at.dtype}: expected torch.int32"
 
 
+def _ring_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a ring beside shapes."""
+    kinds = {"ring_k": arguments["q"].dtype, "ring_decay": torch.float32}
+    kinds |= {"ring_base": torch.int32, "ring_count": torch.int32}
+    for name, dtype in kinds.items():
+        if arguments[name] is not None and arguments[name].dtype != dtype:
+            yield f"{name} has dtype {arguments[name].dtype}: expected {dtype}"
+    sizes = {arguments[n].shape[2] for n in ("ring_k", "ring_u", "ring_decay")}
+    least = c.ring + arguments["q"].shape[1]
+    if len(sizes) > 1 or min(sizes) < least:
+        yield (
+            f"the ring's tensors have {listed(sorted(sizes))} rows a head: expected ring + T ="
+            f" {least} or more, of each as many"
+        )
+
+
 def _shape(shape: tuple[str | int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
@@ -336,6 +361,8 @@ def _stride_fault(name: str, x: Any, contract: Contract) -> str | None:
         inner = 1
     if name in ("q", "k", "v", "output", "output_gate"):
         inner = 2
+    if name in ("ring_k", "ring_u", "ring_decay"):
+        inner = x.dim() - 1
     if name == "a" and contract.op == "kda_decode":
         inner = 2
     if name == "dt_bias" and contract.op == "kda_decode":
@@ -349,7 +376,8 @@ def _stride_fault(name: str, x: Any, contract: Contract) -> str | None:
                 " nothing is copied behind your back: call .contiguous() where a copy is meant"
             )
         expected *= x.shape[d]
-    if inner:
+    # decays are read one by one
+    if inner and name != "ring_decay":
         if x.data_ptr() % 16:
             return (
                 f"its address {x.data_ptr():#x} is not a multiple of 16 bytes, which kernels load"

@@ -14,11 +14,13 @@ TENSORS = len(Tensors._fields)
 
 
 def check_layer(contract: Contract, B: int) -> None:
-    """UnsupportedProblem for a layer's call of more requests than a launch has."""
-    if contract.layer:
+    """UnsupportedProblem for a call of a layer, or behind a ring, of more requests than a launch
+    has.
+    """
+    if contract.layer or contract.ring:
         raise UnsupportedProblem(
-            f"{B} requests with norm={contract.norm!r}, conv={contract.conv!r}: expected at most"
-            f" {MAX_REQUESTS} a call; give them in several"
+            f"{B} requests with norm={contract.norm!r}, conv={contract.conv!r},"
+            f" ring={contract.ring}: expected at most {MAX_REQUESTS} a call; give them in several"
         )
 
 

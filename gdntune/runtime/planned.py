@@ -72,6 +72,11 @@ def make_plan(bound: Bound, batches: int, HV: int, given: dict[str, Any]) -> Pla
             f"plan() of {c.key()}: expected a contract with norm='none' and conv='none'; call"
             " gdntune.gated_delta_rule_layer_decode or kda_layer_decode"
         )
+    if c.ring:
+        raise UnsupportedProblem(
+            f"plan() of {c.key()}: expected a contract with ring=0; call"
+            " gdntune.gated_delta_rule_verify"
+        )
     settings = _settings(c, given)
     numbers = contracts.numbers(settings, c.K)
     scale, softplus_beta, threshold, lower_bound, beta_scale, null_index, l2norm = numbers

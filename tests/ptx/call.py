@@ -59,9 +59,11 @@ def decode(compiled: Compiled, contract: Contract, ptx: str | None = None) -> In
     """A decode kernel: it writes outputs, what is kept between tokens, and states where it may."""
     writes_state = contract.mode == "update" or contract.intermediate == "slots"
     writable = ["output", "intermediate", *(["state", "conv_state"] if writes_state else [])]
+    if contract.ring:
+        writable += ["ring_k", "ring_u", "ring_decay"]
     # GDN's a and b, and indices, are small: their strides are of 32 bits
     spread = ["state", "q", "k", "v", "output", "intermediate", "output_gate"]
-    spread += ["mixed_qkv", "conv_state"]
+    spread += ["mixed_qkv", "conv_state", "ring_k", "ring_u", "ring_decay"]
     if contract.op == "kda_decode":
         spread.append("a")
     return Interpreted(compiled, arguments_of(contract), writable, spread, ptx)

@@ -51,6 +51,9 @@ LAYER: dict[str, tuple[Any, ...]] = {
     "conv_bias": (False, True),
     "conv_window": ("ring", "shifted"),
 }
+# What a kernel of rings has besides, of contracts and of calls.
+RING: dict[str, tuple[Any, ...]] = {"ring": (16, 32), "ring_dtype": ("fp32", "bf16")}
+RING_CALL: dict[str, tuple[Any, ...]] = {"flush_min": (None, 0, 8), "append": (True, False)}
 # make_case's options, plain values first
 CALL: dict[str, tuple[Any, ...]] = {
     "group": (1, 2, 3),
@@ -129,7 +132,8 @@ def _plain(draw: dict[str, Any]) -> dict[str, Any]:
 
 def _options(draw: dict[str, Any], contract: Contract) -> dict[str, Any]:
     """make_case's options of a draw."""
-    options = {name: draw[name] for name in CALL if name not in ("group", "more_places")}
+    names = (*CALL, *(RING_CALL if contract.ring else ()))
+    options = {name: draw[name] for name in names if name not in ("group", "more_places")}
     options |= {"extra_steps": draw["more_places"], "extra_rows": draw["more_places"]}
     if contract.ragged:
         T = contract.tokens
@@ -145,7 +149,7 @@ def _settings(kernel: Kernel) -> tuple[Any, ...]:
     states = (("k_last", "bf16"), ("k_last", "fp32"), ("v_last", "bf16"))
     found: dict[Any, None] = {}
     # a norm needs all of V: its kernels' settings are those of one V
-    plain = Contract(norm="silu" if kernel.layer else "none")
+    plain = Contract(norm="silu" if kernel.layer else "none", ring=16 if kernel.ring else 0)
     for V in CONTRACT["V"] if kernel.layer else (plain.V,):
         for op, tokens in product(GATES, (1, 3, 8)):
             for (layout, state), mode in product(states, ("update", "frozen")):
@@ -165,6 +169,8 @@ def _serves(kernel: Kernel, contract: Contract) -> bool:
 def _walk(kernel: Kernel, pick: random.Random) -> list[dict[str, Any]]:
     """Draws that a kernel serves: from one to the next some fields change."""
     fields = {**CONTRACT, **(LAYER if kernel.layer else {}), **CALL}
+    if kernel.ring:
+        fields |= RING | RING_CALL
     draw: dict[str, Any] | None = None
     served: dict[Contract, bool] = {}
     found = []

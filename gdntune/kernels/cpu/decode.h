@@ -59,6 +59,7 @@ inline Request request_of(const Call& c, int64_t n, Writes writes, int64_t most_
 
 template <class Setting>
 class Decode {
+ protected:
   using State = typename Setting::State;
   static constexpr bool k_last = Setting::k_last;
   static constexpr int K = Setting::K, tile_v = Setting::tile_v, ilp = Setting::ilp, vec = Setting::vec;

@@ -1,0 +1,175 @@
+// The gated delta rule behind a ring of corrections, as gdntune/kernels/spec.py lays it out: head by head, the live
+// entries are folded into an fp32 copy of the state, and the tokens follow one after the other.
+//
+// Plain loops: it says what is right where there is no GPU; no speed is asked of it.
+#pragma once
+
+#include <memory>
+
+#include "decode.h"
+
+namespace {
+
+// clang-format off
+enum RingArgument {
+  RING_K = ARGUMENTS, RING_U, RING_DECAY, RING_BASE, RING_COUNT, FLUSH_MIN, APPEND, RING_ARGUMENTS,
+};
+constexpr const char* RING_NAMES[RING_ARGUMENTS] = {
+  "state", "q", "k", "v", "a", "b", "A_log", "dt_bias", "read_index", "write_index", "slot_index", "accepted",
+  "cu_seqlens", "intermediate", "output", "scale", "softplus_beta", "softplus_threshold", "lower_bound", "beta_scale",
+  "null_index", "use_qk_l2norm", "ring_k", "ring_u", "ring_decay", "ring_base", "ring_count", "flush_min", "append",
+};
+// clang-format on
+
+// A call's ring. Entry i of a window is at row (base + i) % rows.
+struct Entries {
+  Tensor k, u, decay, base, count;
+  int64_t rows, flush_min;
+  bool append;
+};
+
+// A request's window: its live entries, and whether they are folded.
+struct Window {
+  int64_t base, count;
+  bool folds;
+};
+
+template <class Setting, int capacity>
+class Ring : Decode<Setting> {
+  using Base = Decode<Setting>;
+  using State = typename Setting::State;
+  static constexpr int K = Setting::K, vec = Setting::vec;
+
+  static Entries entries_of(const Arguments& given, Call& c) {
+    Entries e{};
+    int64_t slots = c.state.size[0], k = K;
+    e.rows = -1;
+    e.k = given.tensor(RING_K, c.k.type, "[slots, H, rows, K]", {&slots, &c.H, &e.rows, &k}, true);
+    e.u = given.tensor(RING_U, fp32 | bf16, "[slots, HV, rows, V]", {&slots, &c.HV, &e.rows, &c.V}, true);
+    e.decay = given.tensor(RING_DECAY, fp32, "[slots, HV, rows]", {&slots, &c.HV, &e.rows});
+    e.base = given.tensor(RING_BASE, int32, "[B]", {&c.N});
+    e.count = given.tensor(RING_COUNT, int32, "[B]", {&c.N});
+    e.flush_min = std::min(int64_t(given.number(FLUSH_MIN)), capacity + 1 - c.T);
+    e.append = given.number(APPEND) != 0;
+    if (e.rows < capacity + c.T) {
+      refuse("ValueError", "ring_u: %lld rows were given, expected ring + T = %lld or more", (long long)e.rows,
+             (long long)(capacity + c.T));
+    }
+    return e;
+  }
+
+  static Window window_of(const Entries& e, int64_t n) {
+    const int64_t base = std::min(std::max<int64_t>(e.base.index(n), 0), e.rows - 1);
+    const int64_t count = std::min(std::max<int64_t>(e.count.index(n), 0), std::min<int64_t>(capacity, e.rows));
+    return {base, count, count >= e.flush_min};
+  }
+
+  // A head's state, [V, K] in fp32, from memory and back.
+  static void read_state(const State* from, int64_t V, float* to) {
+    for (int64_t v = 0; v < V; v++) {
+      for (int64_t k = 0; k < K; k++) to[v * K + k] = value(from + (Setting::k_last ? v * K + k : k * V + v));
+    }
+  }
+  static void write_state(const float* from, int64_t V, State* to) {
+    float row[512];
+    const int64_t rows = Setting::k_last ? V : K, size = Setting::k_last ? K : V;
+    for (int64_t r = 0; r < rows; r++) {
+      for (int64_t i = 0; i < size; i++) row[i] = from[Setting::k_last ? r * K + i : i * K + r];
+      for (int64_t i = 0; i < size; i += vec) store<vec>(to + r * size + i, load<vec>(row + i));
+    }
+  }
+
+  // S <- decay S + u k^T.
+  static void add(float* S, int64_t V, float decay, const float* u, const float* k) {
+    for (int64_t v = 0; v < V; v++) {
+      for (int64_t i = 0; i < K; i++) S[v * K + i] = decay * S[v * K + i] + u[v] * k[i];
+    }
+  }
+
+  static float dot(const float* x, const float* y) {
+    float sums[vec] = {};
+    for (int64_t i = 0; i < K; i += vec) {
+      for (int j = 0; j < vec; j++) sums[j] += x[i + j] * y[i + j];
+    }
+    float sum = 0.0f;
+    for (float x : sums) sum += x;
+    return sum;
+  }
+
+  static float inverse_norm(const Call& c, const float* x) {
+    return c.l2norm ? 1.0f / std::sqrt(dot(x, x) + 1e-6f) : 1.0f;
+  }
+
+  static float decay_of(const Call& c, int64_t n, int64_t t, int64_t hv) {
+    const float a = Base::read_one(c.a, c.a.at(n, t, hv));
+    typename Base::Rate rate{};
+    if (c.A_log.given) rate = Base::rate_of(Base::read_one(c.A_log, c.A_log.at(hv)));
+    const float bias = c.dt_bias.given ? Base::read_one(c.dt_bias, c.dt_bias.at(hv)) : 0.0f;
+    return Base::decay_of(c, splat<vec>(a), splat<vec>(bias), rate)[0];
+  }
+
+  static void run_head(const Call& c, const Entries& e, const Request& r, int64_t n, int64_t hv, float* S) {
+    const int64_t h = hv / (c.HV / c.H), V = c.V;
+    const Window w = window_of(e, n);
+    float k[K], q[K], v[512], u[512], o[512];
+    read_state(reinterpret_cast<const State*>(c.state.at(r.read, hv)), V, S);
+    for (int64_t i = 0; i < w.count; i++) {
+      const int64_t row = (w.base + i) % e.rows;
+      Base::read(e.k, e.k.at(r.read, h, row), 1, K, k);
+      Base::read(e.u, e.u.at(r.read, hv, row), 1, int(V), u);
+      add(S, V, Base::read_one(e.decay, e.decay.at(r.read, hv, row)), u, k);
+    }
+    if (w.folds && r.write >= 0) write_state(S, V, reinterpret_cast<State*>(c.state.at(r.write, hv)));
+    for (int64_t t = 0; t < c.T; t++) {
+      Base::read(c.k, c.k.at(n, t, h), 1, K, k);
+      Base::read(c.q, c.q.at(n, t, h), 1, K, q);
+      Base::read(c.v, c.v.at(n, t, hv), 1, int(V), v);
+      const float ik = inverse_norm(c, k), iq = inverse_norm(c, q) * c.scale, decay = decay_of(c, n, t, hv);
+      float beta = Base::read_one(c.b, c.b.at(n, t, hv));
+      beta = c.beta_scale * (Setting::beta_logit ? sigmoid_of<vec>(splat<vec>(beta))[0] : beta);
+      // over the norm, so that u k^T is of the key as it came
+      for (int64_t i = 0; i < V; i++) u[i] = beta * ik * (v[i] - decay * ik * dot(S + i * K, k));
+      add(S, V, decay, u, k);
+      for (int64_t i = 0; i < V; i++) o[i] = iq * dot(S + i * K, q);
+      Base::write(c.output, c.output.at(n, t, hv), o, int(V));
+      if (!e.append) continue;
+      const int64_t row = (w.base + w.count + t) % e.rows;
+      if (hv % (c.HV / c.H) == 0) Base::write(e.k, e.k.at(r.read, h, row), k, K);
+      Base::write(e.u, e.u.at(r.read, hv, row), u, int(V));
+      memcpy(e.decay.at(r.read, hv, row), &decay, sizeof(decay));
+    }
+  }
+
+  static void pad_head(const Call& c, int64_t n, int64_t hv) {
+    const float zeros[512] = {};
+    for (int64_t t = 0; t < c.T; t++) Base::write(c.output, c.output.at(n, t, hv), zeros, int(c.V));
+  }
+
+  static void run(const Call& c, const Entries& e) {
+#pragma omp parallel if (c.N * c.HV > 4)
+    {
+      std::unique_ptr<float[]> S(new float[c.V * K]);
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < c.N * c.HV; i++) {
+        const int64_t n = i / c.HV, hv = i % c.HV;
+        const Request r = request_of(c, n, Setting::writes, Setting::tokens);
+        if (r.read < 0) pad_head(c, n, hv);
+        else run_head(c, e, r, n, hv, S.get());
+      }
+    }
+  }
+
+ public:
+  static int call(const TVMFFIAny* values, int count, TVMFFIAny* result) {
+    return answer(result, [&] {
+      const Arguments given(values, count, RING_NAMES, RING_ARGUMENTS);
+      Call c = checked<Setting>(values, ARGUMENTS);
+      if (c.by_key || c.slots || c.ragged || c.intermediate.given || c.V > 512) {
+        refuse("ValueError", "a ring with a decay a key, slots, cu_seqlens, intermediate states or V > 512: expected none");
+      }
+      run(c, entries_of(given, c));
+    });
+  }
+};
+
+}  // namespace

@@ -1,0 +1,87 @@
+"""Knobs of `ring`: which settings are legal and which are worth trying."""
+
+import dataclasses
+
+from gdntune.device.arch import Device
+from gdntune.errors import UnsupportedProblem
+from gdntune.kernels import wy_block_config
+from gdntune.kernels.spec import Block, Facts, Kernel, knob
+from gdntune.problem import Contract
+
+
+@dataclasses.dataclass(frozen=True)
+class Knobs:
+    """One setting of the tensor-core kernel behind a ring."""
+
+    rows: int = knob("rw", "rows of V a warp has in registers")
+    warps: int = knob("wp", "warps of a block that have rows of V")
+    threads: int = knob(
+        "th",
+        "threads a block, all of which work on what depends on q, k and the gates alone",
+        default=128,
+    )
+    registers: int = knob(
+        "rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0
+    )
+
+
+def facts(c: Contract) -> Facts:
+    """What an object is compiled for; of one token as of up to four."""
+    tokens = {"tokens": 4} if c.tokens <= 4 else {}
+    return {**wy_block_config.block_facts(c), **tokens, "ring": c.ring, "ring_dtype": c.ring_dtype}
+
+
+def _inner(c: Contract) -> Contract:
+    """The contract that `wy_block` would serve in its place."""
+    return c.replace(ring=0, ring_dtype="fp32", tokens=max(c.tokens, 2))
+
+
+def _block_knobs(s: Knobs) -> wy_block_config.Knobs:
+    return wy_block_config.Knobs(s.rows, s.warps, s.threads, registers=s.registers)
+
+
+def refuse(c: Contract, s: Knobs) -> str | None:
+    """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
+    if c.input_dtype == "fp32":
+        return "input_dtype=fp32: keys are one or two terms of bf16, expected bf16 or fp16"
+    return wy_block_config.refuse(_inner(c), _block_knobs(s))
+
+
+def block(c: Contract, s: Knobs) -> Block:
+    """Threads, and the shared memory that the kernel's allocations add up to."""
+    threads, shared = wy_block_config.block(_inner(c).replace(mode="frozen"), _block_knobs(s))
+    terms = wy_block_config.TERMS[c.input_dtype]
+    return Block(threads, shared + 2 * (c.K + 8) * terms * c.ring)
+
+
+def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
+    """The settings worth trying, simplest first: those of `wy_block`, and more caps on registers."""
+    tried = [Knobs(rows, 4, registers=r) for rows in (32, 16) for r in (0, 128, 168, 96)]
+    tried += [Knobs(16, 8, 256), Knobs(32, 2), Knobs(16, 2)]
+    return tuple(s for s in dict.fromkeys(tried) if not refuse(c, s))
+
+
+def default(c: Contract, work_units: int, device: Device) -> Knobs:
+    """A rule for where no table speaks: few rows a block while the heads are few."""
+    few = work_units < 2 * device.sm_count
+    legal = [s for rows in (32, 16) for w in (4, 2, 1) if not refuse(c, s := Knobs(rows, w))]
+    if not legal:
+        raise UnsupportedProblem(f"no setting of ring serves {c.key()}: {refuse(c, Knobs(16, 1))}")
+    wanted = 64 if few else 128
+    return min(legal, key=lambda s: (abs(s.rows * s.warps - wanted), -s.rows))
+
+
+KERNEL = Kernel(
+    name="ring",
+    device="cuda",
+    role="decode",
+    knobs=Knobs,
+    space=space,
+    refuse=refuse,
+    default=default,
+    facts=facts,
+    compiler="gdntune.kernels.ring:compile",
+    sources=("gdntune.kernels.ring",),
+    block=block,
+    ring=True,
+)

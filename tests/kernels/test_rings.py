@@ -1,0 +1,124 @@
+"""The CPU kernel of rings: right against fp64 in every dtype and layout, and careful with what it
+is given.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from gdntune import kernels
+from gdntune.checking.cases import make_case
+from gdntune.checking.check import Truth, check_variant
+from gdntune.device import arch
+from gdntune.kernels import cpu_recurrent_config, cpu_ring_config, ring_config
+from gdntune.objects.build import compile_objects
+from gdntune.objects.store import Store, object_spec
+from gdntune.problem import Contract, Problem, contract_fault
+
+DEVICE = arch.detect("cpu")
+KERNEL = cpu_ring_config.KERNEL
+PLAIN = Contract(K=64, V=32, tokens=3, ring=16)
+CONTRACTS = [
+    PLAIN,
+    PLAIN.replace(tokens=1, ring=32, state_dtype="fp32", ring_dtype="bf16"),
+    PLAIN.replace(tokens=8, state_dtype="fp16", layout="v_last", gate="log", beta="given"),
+    PLAIN.replace(input_dtype="fp32", state_dtype="fp32", V=96, tokens=16),
+    PLAIN.replace(input_dtype="fp16", K=96, layout="v_last"),
+]
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    """The compiled function of each contract."""
+    store = Store(tmp_path_factory.mktemp("store"))
+    specs = {}
+    for c in CONTRACTS:
+        variant = KERNEL.variant(KERNEL.default(c, 1, DEVICE))
+        specs[c] = object_spec(KERNEL, c, variant, DEVICE)
+    for built in compile_objects([(s, KERNEL.compiler) for s in specs.values()], store):
+        assert built.ok, built.reason
+    loaded = store.load(list(specs.values()))
+    return {c: loaded[s.key] for c, s in specs.items()}
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=Contract.key)
+def test_right(functions, contract):
+    """By the gate that every variant passes: outputs, what is appended, what is folded, and that
+    all else is as it was.
+    """
+    check_variant(functions[contract], contract, seeds=(0,)).require()
+
+
+def test_a_fold_says_what_decode_would(functions):
+    """The state after a fold is that of a decode of the same tokens from the same state."""
+    c = PLAIN
+    case = make_case(Problem(c, 2, 1, 2), "cpu", 0)
+    case.ring_count.fill_(0)
+    kept = case.clone()
+    functions[c](*kept.arguments())
+    folded = dataclasses.replace(kept, flush_min=0, append=0, output=kept.output.clone())
+    folded.ring_count.fill_(c.tokens)
+    functions[c](*folded.arguments())
+    plain = dataclasses.replace(case, problem=Problem(c.replace(ring=0), 2, 1, 2))
+    truth = Truth(plain)
+    # u is kept in fp32, the state is rounded once: as in one call
+    got = dataclasses.replace(plain.clone(), state=folded.state, output=kept.output)
+    truth.judge(got).require()
+
+
+def test_too_few_rows_are_refused(functions):
+    """New entries would lie on live ones."""
+    case = make_case(Problem(PLAIN, 2, 1, 2), "cpu", 0)
+    few = {name: getattr(case, name)[:, :, :18] for name in ("ring_k", "ring_u", "ring_decay")}
+    with pytest.raises(ValueError, match="ring_u: 18 rows were given, expected ring"):
+        functions[PLAIN](*dataclasses.replace(case, **few).arguments())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"ring": 8}, "ring=8"),
+        ({"op": "kda_decode", "gate": "log"}, "gdn_decode alone"),
+        ({"mode": "frozen"}, "mode='frozen'"),
+        ({"ragged": True}, "ragged=True"),
+        ({"pool": False}, "pool=False"),
+        ({"norm": "silu"}, "norm='silu'"),
+        ({"ring": 0, "ring_dtype": "bf16"}, "ring_dtype with ring=0"),
+    ],
+)
+def test_contracts_without_a_meaning(changes, said):
+    """Each says which field."""
+    assert said in contract_fault(PLAIN.replace(**changes))
+
+
+def test_kernels_serve_rings_or_none():
+    """A kernel of rings has other arguments: no other serves its contracts, nor it theirs."""
+    cuda = arch.target("sm_90a")
+    assert {v.kernel for v in kernels.variants(PLAIN, cuda)} == {"ring"}
+    assert "ring" not in {v.kernel for v in kernels.variants(PLAIN.replace(ring=0), cuda)}
+    variant = cpu_recurrent_config.KERNEL.variant(
+        cpu_recurrent_config.KERNEL.default(PLAIN.replace(ring=0), 1, DEVICE)
+    )
+    assert "ring=16" in kernels.refuse(PLAIN, variant)
+
+
+def test_shared_memory_is_what_is_allocated():
+    """Of the configs' shapes: operands, Gram matrices, factors, squares, decays, keys and p."""
+    c = Contract(tokens=4, ring=16)
+    _, shared = ring_config.block(c, ring_config.Knobs(32, 4))
+    rows, N = 8 + 1, 4
+    operands = 2 * 136 * rows + 4 * (2 * N * N + 4 * N + (N + 4)) + 8 * N
+    assert shared == operands + 2 * 136 * 16 + 4 * 128 * (2 * N + 4)
+
+
+def test_a_reset_ring_reads_nothing(functions):
+    """With no live entry a ring may hold anything."""
+    case = make_case(Problem(PLAIN, 1, 1, 1), "cpu", 0)
+    case.ring_count.fill_(0)
+    for x in (case.ring_k, case.ring_u, case.ring_decay):
+        x.fill_(torch.nan)
+    truth = Truth(case)
+    after = case.clone()
+    functions[PLAIN](*after.arguments())
+    truth.judge(after).require()
