@@ -24,6 +24,8 @@ _PUBLIC = {
     "tune": "gdntune.tuning.tune",
     "check_table": "gdntune.tuning.table_check",
     "RawWindow": "gdntune.runtime.drafts",
+    "RingState": "gdntune.runtime.rings",
+    "gated_delta_rule_verify": "gdntune.runtime.rings",
     "Plan": "gdntune.runtime.planned",
     "Contract": "gdntune.problem",
     "Problem": "gdntune.problem",

@@ -479,12 +479,12 @@ def _expanded(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
     """Tensors that are written and whose rows are one row of memory: what they hold in the end is
     chance.
     """
-    written = (
+    written: tuple[str, ...] = (
         ("state", "intermediate", "output")
         if c.mode == "update" or c.intermediate == "slots"
         else ("intermediate", "output")
     )
-    for name in written:
+    for name in (*written, *(("ring_k", "ring_u", "ring_decay") if c.ring else ())):
         x = arguments[name]
         for d in range(0 if x is None else x.dim()):
             if x.shape[d] > 1 and x.stride(d) == 0:
@@ -550,6 +550,12 @@ def _value_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
                     f"num_accepted_tokens[{n}] is {count}: expected 0 to {columns} (the columns"
                     " of ssm_state_indices)"
                 )
+    if c.ring:
+        rows = arguments["ring_u"].shape[2]
+        for name, most in (("ring_base", rows - 1), ("ring_count", c.ring)):
+            for n, value in enumerate(lists(name)):
+                if not 0 <= value <= most:
+                    yield f"{name}[{n}] is {value}: expected 0 to {most}"
     if c.ragged:
         bounds, total = lists("cu_seqlens"), arguments["q"].shape[1]
         if bounds[0] != 0 or bounds[-1] > total:

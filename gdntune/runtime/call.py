@@ -20,6 +20,7 @@ from gdntune.runtime.dispatch import Bound, Function, runtime
 from gdntune.runtime.guard import pattern
 from gdntune.runtime.memory import view
 from gdntune.runtime.records import LOCK, Found, Records, forget
+from gdntune.runtime.ring_arguments import Rings
 
 __all__ = ["first", "forget", "run"]
 _CALLS = Records()
@@ -85,7 +86,7 @@ def _first(key: Any, tensors: tuple[Any, ...], settings: tuple[Any, ...], route:
 
 
 def first(
-    t: Tensors, s: Settings, route: bool, layer: Layer = NO_LAYER
+    t: Tensors, s: Settings, route: bool, layer: Layer | Rings = NO_LAYER
 ) -> tuple[Tensor, Found | None]:
     """Looks at a call whole and runs it. Returns its output and what it came to, None where each
     such call is to be looked at.
@@ -143,7 +144,7 @@ def first(
     return t.output, Found(function, numbers, adapt, bound.contract)
 
 
-def _bind(t: Tensors, s: Settings, layer: Layer) -> Bound:
+def _bind(t: Tensors, s: Settings, layer: Layer | Rings) -> Bound:
     arguments.check_static(
         s.state_layout, s.batch_invariant, s.dependent_launch, s.frozen, s.max_tokens
     )
@@ -156,7 +157,7 @@ def _bind(t: Tensors, s: Settings, layer: Layer) -> Bound:
     )
 
 
-def _check_gradients(t: Tensors, s: Settings, layer: Layer) -> None:
+def _check_gradients(t: Tensors, s: Settings, layer: Layer | Rings) -> None:
     """Refuses tensors that a gradient is asked of."""
     fields = ("q", "k", "v", "state", "a", "b")
     names = [name_of(f, s) for f in fields if getattr(t, f).requires_grad]

@@ -80,8 +80,8 @@ class RawWindow:
         self.problem, self.layers, self.slots = problem, layers, slots
         self.kda, self.null_index, self._lower_bound = c.op == "kda_decode", null_index, lower_bound
         per_key = (c.K,) if self.kda else ()
-        _check_parameter("A_log", A_log, (layers, problem.HV), c.has_parameters)
-        _check_parameter("dt_bias", dt_bias, (layers, problem.HV, *per_key), c.has_parameters)
+        check_parameter("A_log", A_log, (layers, problem.HV), c.has_parameters)
+        check_parameter("dt_bias", dt_bias, (layers, problem.HV, *per_key), c.has_parameters)
         if (lower_bound is not None) != (c.gate == "lower_bound"):
             raise UnsupportedProblem(
                 f"lower_bound={lower_bound} with the gate {c.gate}: expected a number for the gate"
@@ -138,14 +138,14 @@ class RawWindow:
         """A layer's states [slots, HV, V, K], as `gated_delta_rule_decode` takes them: a view, for
         prefill to write to, and for plain decode steps between verified ones.
         """
-        _check_range("layer", layer, self.layers)
+        check_range("layer", layer, self.layers)
         return self.states[:, self._heads(layer)]
 
     def inputs(self, layer: int) -> Inputs:
         """A layer's part of the window: views. What writes k, v and the gates here, such as the
         convolution before, saves `verify` the copies.
         """
-        _check_range("layer", layer, self.layers)
+        check_range("layer", layer, self.layers)
         return self._inputs[layer]
 
     def reset(self, slots: Tensor) -> None:
@@ -225,7 +225,7 @@ class RawWindow:
         above raises UnsupportedProblem. Without it a slot outside the pool is padding.
         """
         B = self._requests("state_indices", state_indices)
-        _check_pair(B, "accept_lens", accept_lens)
+        check_pair(B, "accept_lens", accept_lens)
         if (track_state_indices is None) != (track_steps is None):
             raise UnsupportedProblem(
                 "track_state_indices and track_steps: expected both or neither"
@@ -235,8 +235,8 @@ class RawWindow:
         read = state_indices.to(torch.int32)
         count = accept_lens.to(torch.int32).clamp(0, self.problem.contract.tokens)
         if track_state_indices is not None and track_steps is not None:
-            _check_pair(B, "track_state_indices", track_state_indices)
-            _check_pair(B, "track_steps", track_steps)
+            check_pair(B, "track_state_indices", track_state_indices)
+            check_pair(B, "track_steps", track_steps)
             step = track_steps.to(torch.int32)
             reached = torch.where((step >= 0) & (step < count), step + 1, 0)
             # before the states move on
@@ -300,7 +300,7 @@ class RawWindow:
     ) -> None:
         """What a host can see of values on the device, for GDNTUNE_CHECK."""
         live = self._live(read)
-        _check_unique("state_indices", live)
+        check_unique("state_indices", live)
         for name, x, most in (
             ("accept_lens", accepted, self.problem.contract.tokens),
             ("track_steps", steps, None),
@@ -308,18 +308,18 @@ class RawWindow:
             for n, value in enumerate([] if x is None else x.tolist()):
                 if value < 0 or (most is not None and value > most):
                     expected = "0 or more" if most is None else f"0 to {most}"
-                    raise _checked(f"{name}[{n}]={value}: expected {expected}")
+                    raise checked(f"{name}[{n}]={value}: expected {expected}")
         if track is not None:
             tracked = self._live(track)
-            _check_unique("track_state_indices", tracked)
+            check_unique("track_state_indices", tracked)
             if both := sorted(set(tracked) & set(live)):
-                raise _checked(f"slots {both} are tracked and live: expected other slots")
+                raise checked(f"slots {both} are tracked and live: expected other slots")
 
     def _live(self, indices: Tensor) -> list[int]:
         found = [i for i in indices.tolist() if i >= 0 and i != self.null_index]
         for i in found:
             if i >= self.slots:
-                raise _checked(f"slot {i}: the window has {self.slots}")
+                raise checked(f"slot {i}: the window has {self.slots}")
         return found
 
 
@@ -340,7 +340,8 @@ def _fault(problem: Any, layers: Any, slots: Any) -> str | None:
     return None
 
 
-def _check_parameter(name: str, x: Tensor | None, shape: tuple[int, ...], needed: bool) -> None:
+def check_parameter(name: str, x: Tensor | None, shape: tuple[int, ...], needed: bool) -> None:
+    """Refuses a parameter that a gate lacks, or has in another shape."""
     if (x is not None) != needed:
         raise UnsupportedProblem(
             f"{name}: the contract's gate has {'parameters' if needed else 'none'}; expected"
@@ -351,21 +352,25 @@ def _check_parameter(name: str, x: Tensor | None, shape: tuple[int, ...], needed
         raise UnsupportedProblem(f"{name} is {what}: expected a tensor {list(shape)}")
 
 
-def _check_range(name: str, x: int, n: int) -> None:
+def check_range(name: str, x: int, n: int) -> None:
+    """Refuses a number that is not from 0 to n - 1."""
     if not 0 <= x < n:
         raise UnsupportedProblem(f"{name}={x}: expected 0 to {n - 1}")
 
 
-def _check_pair(B: int, name: str, x: Tensor) -> None:
+def check_pair(B: int, name: str, x: Tensor) -> None:
+    """Refuses what is no tensor of a whole number a request."""
     if not isinstance(x, Tensor) or x.shape != (B,) or x.is_floating_point():
         raise UnsupportedProblem(f"{name}: expected a tensor [{B}] of int32 or int64")
 
 
-def _check_unique(name: str, slots: list[int]) -> None:
+def check_unique(name: str, slots: list[int]) -> None:
+    """Refuses slots of which two are the same."""
     if len(set(slots)) < len(slots):
         twice = sorted({i for i in slots if slots.count(i) > 1})
-        raise _checked(f"{name} names slots {twice} more than once: expected different ones")
+        raise checked(f"{name} names slots {twice} more than once: expected different ones")
 
 
-def _checked(fault: str) -> UnsupportedProblem:
+def checked(fault: str) -> UnsupportedProblem:
+    """The error of a fault that GDNTUNE_CHECK found."""
     return UnsupportedProblem(f"{fault} (found by GDNTUNE_CHECK=1)")

@@ -25,6 +25,7 @@ import test_faults_gpu
 import test_kda
 import test_ops
 import test_properties
+import test_rings
 
 from gdntune import kernels
 from gdntune.device import arch
@@ -157,6 +158,7 @@ def contracts() -> list[Contract]:
     tested = [
         *test_ops.CONTRACTS.values(),
         *test_drafts.CONTRACTS,
+        *test_rings.CONTRACTS,
         *test_faults.CONTRACTS,
         *test_properties.CONTRACTS,
         *test_kda.CONTRACTS,

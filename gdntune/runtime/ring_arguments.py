@@ -1,0 +1,61 @@
+"""What a call behind a ring has beside gates and delta rule."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from gdntune.errors import UnsupportedProblem, listed
+from gdntune.kernels.spec import RING_ARGUMENTS
+from gdntune.problem import RINGS, Contract, check_contract
+from gdntune.runtime.contracts import DTYPES
+
+
+@dataclasses.dataclass(frozen=True)
+class Rings:
+    """What `contracts.Layer` says of a layer's call, of one behind a ring."""
+
+    ring_k: Any
+    ring_u: Any
+    ring_decay: Any
+    ring_base: Any
+    ring_count: Any
+    capacity: Any
+    flush_min: Any
+    append: Any
+
+    # a layer's, which have gradients
+    output_gate: None = None
+    conv_state: None = None
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Its tensors by name."""
+        return {name: getattr(self, name) for name in RING_ARGUMENTS[:5]}
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What a compiled function takes behind a call's numbers."""
+        return (*self.tensors.values(), *numbers(self.capacity, self.flush_min, self.append))
+
+    def contract(self, inner: Contract) -> Contract:
+        """The contract of a call whose gates and delta rule are those of another."""
+        if type(self.capacity) is not int or self.capacity not in RINGS:
+            raise UnsupportedProblem(f"capacity={self.capacity!r}: expected one of {listed(RINGS)}")
+        if self.ring_u.dtype not in (torch.float32, torch.bfloat16):
+            raise UnsupportedProblem(
+                f"ring_u has dtype {self.ring_u.dtype}: expected torch.float32 or torch.bfloat16"
+            )
+        dtype: Any = DTYPES[self.ring_u.dtype]
+        return check_contract(inner.replace(ring=self.capacity, ring_dtype=dtype))
+
+
+def numbers(capacity: Any, flush_min: Any, append: Any) -> tuple[int, int]:
+    """The numbers of a ring as compiled functions take them; flush_min None: as late as may be."""
+    least = capacity + 1 if flush_min is None else flush_min
+    if type(least) is not int or not 0 <= least <= capacity + 1:
+        raise UnsupportedProblem(
+            f"flush_min={flush_min!r}: expected None or an integer from 0 to capacity + 1 ="
+            f" {capacity + 1}"
+        )
+    return least, int(bool(append))
