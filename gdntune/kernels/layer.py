@@ -4,7 +4,12 @@ The delta rule is `recurrent`'s, which finds its inputs and leaves its outputs i
 
 A norm needs all of a head's V. So a block has a whole head, in chunks of rows, and its outputs go to shared memory in fp32. Behind
 one barrier each warp takes a token: o rsqrt(mean(o^2) + eps) weight gate(z), rounded once. The barrier stands behind the state's
-stores, which nobody waits for: what the norm adds is what a warp needs for V values in shared memory.
+stores, which nobody waits for: what the norm adds is what a warp needs for V values in shared memory. Where a batch has fewer heads
+than the GPU has SMs, V is split over a cluster's blocks, which send one another their sums of squares by st.async.
+
+Large batches want bytes in flight. `ahead` chunks of rows are asked for before the first is used, and of a q/k head's value heads
+`share` go through one block, as one tile of so many times V: they convolve q and k once, and one head's first rows are on their
+way while the last one's are worked on.
 
 Windows are rings: new rows go where no block reads, so the blocks of a q/k head need not wait for one another, and drafts that were
 not accepted are taken back by the position alone. Each block convolves the head's 2 K channels anew, beside its own rows of V; one of
@@ -24,8 +29,8 @@ from gdntune.kernels import decode, gates, recurrent
 from gdntune.kernels.recurrent import Block, Kept, Operands, Options, Read, Thread
 
 F32 = Float32
-# Channels that a load moves, and more of them than any row has: a view's last dimension is no bound.
-CHANNELS, MANY = 4, 1 << 24
+# More elements than any row has: a view's last dimension is no bound.
+MANY = 1 << 24
 
 
 class Conv(NamedTuple):
@@ -48,6 +53,31 @@ class Taps(NamedTuple):
     bias: Any
 
 
+class Norm(NamedTuple):
+    """What a block's norm has: rows of outputs in shared memory, weight and gate in registers, the output, epsilon.
+
+    own, squares: registers for a warp's rows and their sums of squares. sums, arrived: of a cluster, each block's sums of each token,
+    and the mbarrier that counts their bytes.
+    """
+
+    rows: Any
+    weight: Any
+    gate: Any
+    output: Any
+    eps: Any
+    own: Any
+    squares: Any
+    sums: Any
+    arrived: Any
+
+
+class Shared(NamedTuple):
+    """Of value heads that share a block: how many it has, and each token's (decay, beta) of each in shared memory."""
+
+    heads: Any
+    scalars: Any
+
+
 class Brought(NamedTuple):
     """Registers for what the launch ahead wrote: the tokens' inputs, the output's gate, the new rows of the window."""
 
@@ -60,14 +90,24 @@ class Layer(recurrent.Recurrent):
     """The compile-time facts of one object."""
 
     def __init__(self, facts: dict, knobs: dict):
-        super().__init__(facts, knobs)
+        # Heads of one q/k head lie one behind the other in states, v and outputs: to the delta rule they are rows of one tile.
+        self.share, self.tile, self.ahead = knobs["share"], knobs["tile_v"], knobs["ahead"]
+        super().__init__(facts, {**knobs, "tile_v": self.tile * self.share})
         self.norm, self.conv, self.width = facts["norm"], facts["conv"], facts["conv_width"]
         self.normed, self.convolves = self.norm != "none", self.conv != "none"
-        # of a token's row, what a lane normalises
-        self.VL = self.V // 32
-        # channels that a block convolves, and loads of them that a thread makes
+        # of one value head
+        self.head_chunks = self.tile // self.chunk
+        self.wide = self.V * self.share
+        # blocks that add up a norm's squares
+        self.cluster = self.V // self.tile if self.normed else 1
+        # of a token's row, what a lane normalises, and rows that a warp does
+        self.VL = self.tile // 32
+        self.sends_early = self.cluster > 1 and self.chunks == 1 and not self.loop
+        self.norm_rows = -(-self.tokens * self.share // self.warps)
+        # channels that a block convolves; those of a load, and loads of them that a thread makes
         self.channels = 2 * self.K + self.tile_v
-        self.rounds = -(-self.channels // (CHANNELS * self.threads))
+        self.load = 2 if self.channels <= 2 * self.threads else 4
+        self.rounds = -(-self.channels // (self.load * self.threads))
 
     @cute.jit
     def gated_delta_rule_layer_decode(
@@ -88,22 +128,26 @@ class Layer(recurrent.Recurrent):
         rows = intermediate.shape[0] if const_expr(intermediate is not None) else None
         steps = intermediate.shape[1] if const_expr(intermediate is not None) else None
         window = conv_state.shape[1] if const_expr(self.convolves) else None
-        tiles = self.V // self.tile_v
-        grid = (tiles, HV, B)
+        tiles = self.V // self.tile
+        places = HV
+        if const_expr(self.share > 1):
+            # a q/k head's value heads, the last block's fewer where `share` does not divide them
+            places = q.shape[2] * ((HV // q.shape[2] + self.share - 1) // self.share)
+        grid = (tiles, places, B)
         if const_expr(self.heads_first):
-            grid = (HV, tiles, B)
+            grid = (places, tiles, B)
         self.kernel(
             self.view(state, 1, None), self.view(q, 2), self.view(k, 2), self.view(v, 2), self.view(a, 2), self.view(b, 2), A_log, dt_bias,
             self.view(read_index, 1), self.view(write_index, 1), self.view(slot_index, 2, None), self.view(accepted, 1),
             self.view(cu_seqlens, 1), self.view(intermediate, 2), self.view(output, 2),
             scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm,
             self.view(output_gate, 2), norm_weight, norm_eps, self.rows_of(mixed_qkv, 2), self.rows_of(conv_state, 2),
-            self.rows_of(conv_weight, 0), self.rows_of(conv_bias, 0), self.view(conv_position, 1), q.shape[2], window,
+            self.rows_of(conv_weight, 0), self.rows_of(conv_bias, 0), self.view(conv_position, 1), q.shape[2], window, HV // q.shape[2],
             heads, state.shape[0], tokens, columns, rows, steps, A_shared, dt_shared,
         ).launch(
             grid=grid, block=(self.threads, 1, 1), stream=stream,
             min_blocks_per_mp=self.resident, preferred_smem_carveout=100 if self.resident else None,
-            use_pdl=self.pdl != "none",
+            use_pdl=self.pdl != "none", cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
         )  # fmt: skip
 
     def rows_of(self, x, leading):
@@ -113,45 +157,79 @@ class Layer(recurrent.Recurrent):
         stride = (*(x.stride[d] for d in range(leading)), 1)
         return cute.make_tensor(x.iterator, cute.make_layout((1,) * leading + (MANY,), stride=stride))
 
+    def row_of(self, r, tid):
+        """Token and head of the r-th row that a warp normalises."""
+        i = tid // 32 + r * self.warps
+        return i // self.share, i % self.share
+
     @cute.jit
-    def read_gate(self, output_gate, block, tid):
-        """Issues the loads of the output's gate, by the warp that normalises a token."""
-        per_token = cute.make_layout((self.stage_tokens, self.VL), stride=(self.VL, 1))
-        rz = cute.make_rmem_tensor(per_token, output_gate.element_type)
-        for r in cutlass.range_constexpr(self.stage_tokens):
-            t = tid // 32 + r * self.warps
-            if t < block.length:
-                self.read_row(output_gate[block.ni, block.t0 + t, block.hv, None], rz[r, None], tid % 32)
+    def read_gate(self, output_gate, block, heads, tid):
+        """Issues the loads of the output's gate, by the warp that normalises a row."""
+        rz = self.rows_in_registers(output_gate.element_type)
+        for r in cutlass.range_constexpr(self.norm_rows):
+            t, g = self.row_of(r, tid)
+            if t < block.length and g < heads:
+                self.read_row(output_gate[block.ni, block.t0 + t, block.hv + g, None], rz[r, None], block, tid % 32)
         return rz
 
     @cute.jit
-    def read_row(self, source, target, wl):
-        cute.autovec_copy(cute.local_tile(source, (self.VL,), (wl,)), target)
+    def read_row(self, source, target, block, wl):
+        """A lane's share of the block's part of a [V] vector."""
+        cute.autovec_copy(cute.local_tile(source, (self.VL,), (self.in_row(block, wl),)), target)
+
+    def in_row(self, block, wl):
+        return block.v0 // self.VL + wl if self.cluster > 1 else wl
 
     @cute.jit
-    def write_outputs(self, sO, rz, rw, output, eps: Float32, block, tid):
-        """A token's row of shared memory normalised, times weight and gate, to the output: a warp a token."""
+    def share_squares(self, norm, block, tid):
+        """Behind a barrier: a warp's rows of shared memory to registers, with their sums of squares, which a cluster's other blocks get."""
         wl = tid % 32
-        for r in cutlass.range_constexpr(self.stage_tokens):
-            t = tid // 32 + r * self.warps
+        ro, squares = norm.own, norm.squares
+        for r in cutlass.range_constexpr(self.norm_rows):
+            t, g = self.row_of(r, tid)
             if t < block.length:
-                ro = cute.make_rmem_tensor((self.VL,), F32)
-                self.read_row(sO[t, None], ro, wl)
-                squares = F32(0.0)
+                row = cute.local_tile(norm.rows[t, None], (self.V,), (g,))
+                self.read_row(row, ro[r, None], block, wl)
+                x = F32(0.0)
                 for i in cutlass.range_constexpr(self.VL):
-                    squares += ro[i] * ro[i]
+                    x += ro[r, i] * ro[r, i]
                 for s in cutlass.range_constexpr(5):
-                    squares += cute.arch.shuffle_sync_bfly(squares, offset=16 >> s, mask=-1, mask_and_clamp=31)
-                rstd = cute.math.rsqrt(squares * F32(1.0 / self.V) + eps, fastmath=True)
-                y = cute.make_rmem_tensor((self.VL,), output.element_type)
+                    x += cute.arch.shuffle_sync_bfly(x, offset=16 >> s, mask=-1, mask_and_clamp=31)
+                squares[r] = x
+                if const_expr(self.cluster > 1):
+                    if wl < self.cluster:
+                        place = norm.sums.iterator + (t * self.cluster + block.vt)
+                        cute.arch.store_async_dsmem(place, cute.recast_tensor(squares, Int32)[r], norm.arrived, wl)
+
+    def rows_in_registers(self, dtype):
+        """Registers for a lane's share of the rows that a warp normalises."""
+        return cute.make_rmem_tensor(cute.make_layout((self.norm_rows, self.VL), stride=(self.VL, 1)), dtype)
+
+    @cute.jit
+    def write_outputs(self, norm, heads, block, tid):
+        """A warp's rows normalised, times weight and gate, to the output."""
+        wl = tid % 32
+        if const_expr(self.cluster > 1):
+            if tid // 32 < block.length:
+                cute.arch.mbarrier_wait(norm.arrived, 0)
+        for r in cutlass.range_constexpr(self.norm_rows):
+            t, g = self.row_of(r, tid)
+            if t < block.length and g < heads:
+                total = norm.squares[r]
+                if const_expr(self.cluster > 1):
+                    total = F32(0.0)
+                    for c in cutlass.range_constexpr(self.cluster):
+                        total += norm.sums[t, c]
+                rstd = cute.math.rsqrt(total * F32(1.0 / self.V) + norm.eps, fastmath=True)
+                y = cute.make_rmem_tensor((self.VL,), norm.output.element_type)
                 for i in cutlass.range_constexpr(self.VL):
-                    z = rz[r, i].to(F32)
+                    z = norm.gate[r, i].to(F32)
                     gate = gates.sigmoid(z)
                     if const_expr(self.norm == "silu"):
                         gate = gate * z
-                    y[i] = (ro[i] * rstd * (rw[i].to(F32) * gate)).to(output.element_type)
-                row = output[block.ni, block.t0 + t, block.hv, None]
-                cute.autovec_copy(y, cute.local_tile(row, (self.VL,), (wl,)))
+                    y[i] = (norm.own[r, i] * rstd * (norm.weight[i].to(F32) * gate)).to(norm.output.element_type)
+                row = norm.output[block.ni, block.t0 + t, block.hv + g, None]
+                cute.autovec_copy(y, cute.local_tile(row, (self.VL,), (self.in_row(block, wl),)))
 
     @cute.jit
     def channel(self, e, block, H):
@@ -162,29 +240,41 @@ class Layer(recurrent.Recurrent):
         return cutlass.select_(e >= 2 * self.K, of_v, c)
 
     @cute.jit
-    def read_taps(self, conv, block, tid):
+    def read_taps(self, conv, mine, block, tid):
         """Issues the loads of a thread's weights and biases. Threads beyond the last channel have the last ones' too."""
         channels = cute.make_rmem_tensor((self.rounds,), Int32)
-        W = const_expr(CHANNELS * self.width)
+        W = const_expr(self.load * self.width)
         rw = cute.make_rmem_tensor(cute.make_layout((self.rounds, W), stride=(W, 1)), conv.weight.element_type)
         rb = None
         if const_expr(conv.bias is not None):
             rb = self.per_channel(conv.bias.element_type)
         for r in cutlass.range_constexpr(self.rounds):
-            e = cutlass.min((r * self.threads + tid) * CHANNELS, self.channels - CHANNELS)
+            e = cutlass.min((r * self.threads + tid) * self.load, mine - self.load)
             channels[r] = self.channel(e, block, conv.H)
-            cute.autovec_copy(cute.local_tile(conv.weight, (W,), (channels[r] // CHANNELS,)), rw[r, None])
+            cute.autovec_copy(cute.local_tile(conv.weight, (W,), (channels[r] // self.load,)), rw[r, None])
             if const_expr(conv.bias is not None):
                 self.read_channels(conv.bias, channels[r], rb[r, None])
         return Taps(channels, rw, rb)
 
+    @cute.jit
+    def read_constants(self, x, conv, norm_weight, mine, block, hl, A_shared, dt_shared, tid):
+        """Issues the loads of the model's constants: a head's gate, the norm's weight, the convolution's taps."""
+        gate = self.gate_of(x, A_shared, dt_shared, block.hq, hl, tid)
+        rw, taps = None, None
+        if const_expr(self.normed):
+            rw = cute.make_rmem_tensor((self.VL,), norm_weight.element_type)
+            self.read_row(norm_weight, rw, block, tid % 32)
+        if const_expr(self.convolves):
+            taps = self.read_taps(conv, mine, block, tid)
+        return gate, rw, taps
+
     def per_channel(self, dtype):
         """Registers for a value of each of a thread's channels."""
-        return cute.make_rmem_tensor(cute.make_layout((self.rounds, CHANNELS), stride=(CHANNELS, 1)), dtype)
+        return cute.make_rmem_tensor(cute.make_layout((self.rounds, self.load), stride=(self.load, 1)), dtype)
 
     @cute.jit
     def read_channels(self, source, c, target):
-        cute.autovec_copy(cute.local_tile(source, (CHANNELS,), (c // CHANNELS,)), target)
+        cute.autovec_copy(cute.local_tile(source, (self.load,), (c // self.load,)), target)
 
     @cute.jit
     def read_window(self, conv, slot, held, at, taps):
@@ -208,21 +298,21 @@ class Layer(recurrent.Recurrent):
 
     def per_row(self, rows, dtype):
         """Registers for so many rows of a thread's channels."""
-        stride = (rows * CHANNELS, CHANNELS, 1)
-        return cute.make_rmem_tensor(cute.make_layout((self.rounds, rows, CHANNELS), stride=stride), dtype)
+        stride = (rows * self.load, self.load, 1)
+        return cute.make_rmem_tensor(cute.make_layout((self.rounds, rows, self.load), stride=stride), dtype)
 
     @cute.jit
-    def convolve(self, taps, window, new, sX, block, tid):
-        """A thread's channels of all tokens convolved, to shared memory as the unfused path rounds them."""
+    def convolve(self, taps, window, new, sX, mine, block, tid):
+        """A thread's channels of all tokens convolved, to shared memory as the unfused path rounds them. mine: of the block's heads."""
         old = const_expr(self.width - 1)
         for r in cutlass.range_constexpr(self.rounds):
-            e = (r * self.threads + tid) * CHANNELS
+            e = (r * self.threads + tid) * self.load
             # v stands where its rows are among all of V
             place = cutlass.select_(e >= 2 * self.K, e + block.v0, e)
             for t in cutlass.range_constexpr(self.tokens):
-                if e < self.channels and t < block.length:
-                    y = cute.make_rmem_tensor((CHANNELS,), sX.element_type)
-                    for i in cutlass.range_constexpr(CHANNELS):
+                if e < mine and t < block.length:
+                    y = cute.make_rmem_tensor((self.load,), sX.element_type)
+                    for i in cutlass.range_constexpr(self.load):
                         x = new[r, t, i].to(F32) * taps.weight[r, self.width * i + old].to(F32)
                         for j in cutlass.range_constexpr(old):
                             before = window[r, t + j, i] if const_expr(t + j < old) else new[r, t + j - old, i]
@@ -232,19 +322,19 @@ class Layer(recurrent.Recurrent):
                         if const_expr(self.conv == "silu"):
                             x = x * gates.sigmoid(x)
                         y[i] = x.to(sX.element_type)
-                    cute.autovec_copy(y, cute.local_tile(sX[t, None], (CHANNELS,), (place // CHANNELS,)))
+                    cute.autovec_copy(y, cute.local_tile(sX[t, None], (self.load,), (place // self.load,)))
 
     @cute.jit
-    def store_new(self, conv, slot, at, taps, new, block, first, tid):
+    def store_new(self, conv, slot, at, taps, new, mine, block, first, tid):
         """The window's new rows: v's channels by their own block, q's and k's by the `first` of those that share the head."""
         for r in cutlass.range_constexpr(self.rounds):
-            e = (r * self.threads + tid) * CHANNELS
+            e = (r * self.threads + tid) * self.load
             for t in cutlass.range_constexpr(self.tokens):
-                if t < block.length and e < self.channels and (e >= 2 * self.K or first):
+                if t < block.length and e < mine and (e >= 2 * self.K or first):
                     # a remainder: a ragged request may be longer than its call said, and must stay in its slot
                     row = (at + t) % conv.rows if const_expr(t > 0) else at
                     ring = conv.state[Int64(slot), row, None]
-                    cute.autovec_copy(new[r, t, None], cute.local_tile(ring, (CHANNELS,), (taps.channels[r] // CHANNELS,)))
+                    cute.autovec_copy(new[r, t, None], cute.local_tile(ring, (self.load,), (taps.channels[r] // self.load,)))
 
     @cute.jit
     def read_convolved(self, sX, gates_read, block, thread):
@@ -268,15 +358,15 @@ class Layer(recurrent.Recurrent):
         else:
             rq = cute.make_rmem_tensor((self.RK,), sX.element_type)
             rk = cute.make_rmem_tensor((self.RK,), sX.element_type)
-            rv = cute.make_rmem_tensor((self.own,), sX.element_type)
+            # a chunk's values are read where they are used
+            rv = None
             self.read_key(cute.local_tile(sX[0, None], (self.K,), (0,)), rq, thread.lane)
             self.read_key(cute.local_tile(sX[0, None], (self.K,), (1,)), rk, thread.lane)
-            self.read_values(self.values_of(sX)[0, 0, 0, None], rv, self.unit(block.vt, 0, thread))
         return Read(rq, rk, gates_read.g, rv, gates_read.a, gates_read.b)
 
     def values_of(self, sX):
         """v of shared memory under the indices of a tensor [B, T, HV, V]: it has the block's tokens and head alone."""
-        layout = cute.make_layout((1, self.tokens, 1, self.V), stride=(0, 2 * self.K + self.V, 0, 1))
+        layout = cute.make_layout((1, self.tokens, 1, self.wide), stride=(0, 2 * self.K + self.wide, 0, 1))
         return cute.make_tensor(sX.iterator + 2 * self.K, layout)
 
     @cute.jit
@@ -307,7 +397,18 @@ class Layer(recurrent.Recurrent):
         return Read(None, None, rg, None, ga, gb)
 
     @cute.jit
-    def bring(self, x, output_gate, conv, taps, block, thread):
+    def hand_scalars(self, sD, read, gate, options, block, tid):
+        """Of heads that share a block, each token's decay and beta to shared memory, a head a lane."""
+        for r in cutlass.range_constexpr(self.stage_tokens):
+            t = tid // 32 + r * self.warps
+            if t < block.length and tid % 32 < self.share:
+                a = read.a[r] if const_expr(self.loop) else read.a
+                b = read.b[r] if const_expr(self.loop) else read.b
+                sD[t, tid % 32, 0] = self.decay_of(a, gate.A, gate.bias, options)
+                sD[t, tid % 32, 1] = self.beta_of(b, options.beta_scale)
+
+    @cute.jit
+    def bring(self, x, output_gate, conv, taps, block, heads, of_lane, thread):
         """Issues the loads of what the launch ahead wrote."""
         rx = None
         if const_expr(self.convolves):
@@ -316,16 +417,145 @@ class Layer(recurrent.Recurrent):
                 for t in cutlass.range_constexpr(self.tokens):
                     if t < block.length:
                         self.read_channels(conv.mixed[block.ni, block.t0 + t, None], taps.channels[r], rx[r, t, None])
-        read = self.read_gates(x, block, thread) if const_expr(self.convolves) else self.read(x, block, thread)
-        rz = self.read_gate(output_gate, block, thread.tid) if const_expr(self.normed) else None
+        read = self.read_gates(x, of_lane, thread) if const_expr(self.convolves) else self.read(x, block, thread)
+        rz = self.read_gate(output_gate, block, heads, thread.tid) if const_expr(self.normed) else None
         return Brought(read, rz, rx)
+
+    @cute.jit
+    def zero_heads(self, output, heads, block, tid):
+        """Padding's output rows are zero: `zero_rows` of the block's heads."""
+        for e in cutlass.range(tid, block.length * self.tile_v, self.threads, unroll=1):
+            column = e % self.tile_v
+            if column < heads * self.V:
+                output[block.ni, block.t0 + e // self.tile_v, block.hv, block.v0 + column] = F32(0.0).to(output.element_type)
+
+    @cute.jit
+    def one_token(self, x, options, block, thread, gate, read, kept, source, raw, write_slot, writes, shared, norm):
+        """T = 1 as `recurrent` has it, of one head or several. A cluster's sums are on their way before the state's stores."""
+        fq = cute.make_rmem_tensor((self.RK,), F32)
+        fk = cute.make_rmem_tensor((self.RK,), F32)
+        fg = cute.make_rmem_tensor((self.RK,), F32)
+        smem = SmemAllocator()
+        sR = self.shared_sums(smem)
+        sG = None
+        if const_expr(self.per_k):
+            shape, stride = (self.warps, self.K), (self.K, 1)
+            sG = smem.allocate_tensor(F32, cute.make_layout(shape, stride=stride), 16)[thread.tid // 32, None]
+        decay, beta = self.use_token(read, gate, options, sG, fq, fk, fg, thread)
+        v = x.v[block.ni, block.t0, block.hv, None]
+        chunks = shared.heads * self.head_chunks if const_expr(self.share > 1) else Int32(self.chunks)
+        for first in cutlass.range(0, chunks, self.ahead, unroll=1):
+            for j in cutlass.range_constexpr(self.ahead):
+                it = first + j
+                row0 = block.v0 + it * self.chunk + thread.group * self.RV
+                unit = self.unit(block.vt, it, thread)
+                fh = self.next_rows(source, raw[j, None, None], row0, it, chunks, thread)
+                rw = cute.make_rmem_tensor((self.own,), x.v.element_type)
+                if const_expr(self.convolves or not self.early):
+                    self.read_values(v, rw, unit)
+                else:
+                    for i in cutlass.range_constexpr(self.own):
+                        rw[i] = read.v[i]
+                    if const_expr(self.chunks > 1):
+                        if it + 1 < chunks:
+                            self.read_values(v, read.v, self.unit(block.vt, it + 1, thread))
+                if const_expr(self.share > 1):
+                    decay = shared.scalars[0, it // self.head_chunks, 0]
+                    beta = shared.scalars[0, it // self.head_chunks, 1]
+                token = recurrent.Token(fq, fk, fg, decay, beta, F32(0.0))
+                o = x.output[block.ni, block.t0, block.hv, None]
+                scaled = self.advance(fh, rw, token, F32(1.0), options, row0, unit, thread, sR, 0, o)
+                if const_expr(self.sends_early):
+                    self.meet(norm, block, thread.tid)
+                self.keep_state(x, kept, options.null_index, block, 0, fh, scaled, row0, thread.lane)
+                if const_expr(self.update):
+                    if writes:
+                        self.store_rows(x.state[Int64(write_slot), block.hv, None, None], fh, scaled, row0, thread.lane)
+
+    @cute.jit
+    def next_rows(self, source, raw, row0, it, chunks, thread):
+        """A chunk's rows in fp32, which were asked for `ahead` chunks before; asks for those of as many further on."""
+        if const_expr(not self.early):
+            self.copy_rows(source, raw, row0, thread.lane, False)
+        fh = self.fragment(F32)
+        recurrent.widen(raw, fh, self.spread)
+        if const_expr(self.early and self.chunks > self.ahead):
+            if it + self.ahead < chunks:
+                self.copy_rows(source, raw, row0 + self.ahead * self.chunk, thread.lane, False)
+        return fh
+
+    def fragments(self, dtype):
+        """Registers for the rows of `ahead` chunks, one of them as in `fragment`."""
+        stride = (self.RK, 1) if self.k_last else (1, self.RV)
+        size = self.RV * self.RK
+        return cute.make_rmem_tensor(cute.make_layout((self.ahead, self.RV, self.RK), stride=(size, *stride)), dtype)
+
+    @cute.jit
+    def many_tokens(self, x, options, block, thread, gate, read, kept, source, raw, write_slot, writes, shared, norm):
+        """T >= 2 as `recurrent` has it, of one head or several."""
+        fq = cute.make_rmem_tensor((self.RK,), F32)
+        fk = cute.make_rmem_tensor((self.RK,), F32)
+        fg = cute.make_rmem_tensor((self.RK,), F32)
+        smem = SmemAllocator()
+        sR = self.shared_sums(smem)
+        stage = self.shared_stage(smem, x.v.element_type)
+        self.write_stage(stage, read, x.dt_bias, gate, options, block.length, thread.tid)
+        cute.arch.sync_threads()
+        chunks = shared.heads * self.head_chunks if const_expr(self.share > 1) else Int32(self.chunks)
+        for first in cutlass.range(0, chunks, self.ahead, unroll=1):
+            for j in cutlass.range_constexpr(self.ahead):
+                it = first + j
+                row0 = block.v0 + it * self.chunk + thread.group * self.RV
+                unit = self.unit(block.vt, it, thread)
+                fh = self.next_rows(source, raw[j, None, None], row0, it, chunks, thread)
+                rw = cute.make_rmem_tensor((self.own,), x.v.element_type)
+                scaled = F32(1.0)
+                for t in cutlass.range(block.length, unroll=1):
+                    self.read_key(stage.q[t, None], fq, thread.lane)
+                    self.read_key(stage.k[t, None], fk, thread.lane)
+                    if const_expr(self.per_k):
+                        self.read_key(stage.g[t, None], fg, thread.lane)
+                    decay, beta = stage.scalars[t, 0], stage.scalars[t, 1]
+                    if const_expr(self.share > 1):
+                        decay = shared.scalars[t, it // self.head_chunks, 0]
+                        beta = shared.scalars[t, it // self.head_chunks, 1]
+                    token = recurrent.Token(fq, fk, fg, decay, beta, stage.scalars[t, 2])
+                    self.read_values(stage.v[t, None], rw, self.unit(0, it, thread))
+                    o = x.output[block.ni, block.t0 + t, block.hv, None]
+                    scaled = self.advance(fh, rw, token, scaled, options, row0, unit, thread, sR, t % 2, o)
+                    self.keep_state(x, kept, options.null_index, block, t, fh, scaled, row0, thread.lane)
+                if const_expr(self.update):
+                    if writes:
+                        self.store_rows(x.state[Int64(write_slot), block.hv, None, None], fh, scaled, row0, thread.lane)
+
+    @cute.jit
+    def meet(self, norm, block, tid):
+        """All rows of a block's outputs are in shared memory: their squares."""
+        if const_expr(self.cluster > 1):
+            # the other blocks run, and may be sent to
+            cute.arch.cluster_wait()
+        cute.arch.sync_threads()
+        self.share_squares(norm, block, tid)
+
+    @cute.jit
+    def open_mailbox(self, smem, block, tid):
+        """A cluster's place for the sums of squares of all its blocks, and the mbarrier that counts them in."""
+        sums = smem.allocate_tensor(F32, cute.make_layout((self.tokens, self.cluster), stride=(self.cluster, 1)), 16)
+        arrived = smem.allocate_array(Int64, 1)
+        if tid == 0:
+            cute.arch.mbarrier_init(arrived, 1)
+            cute.arch.mbarrier_arrive_and_expect_tx(arrived, 4 * self.cluster * block.length)
+        cute.arch.mbarrier_init_fence()
+        # waited for where the first sums are sent
+        cute.arch.cluster_arrive_relaxed()
+        return sums, arrived
 
     @cute.kernel
     def kernel(
         self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
         scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
         null_index: Int32, use_qk_l2norm: Int32, output_gate, norm_weight, norm_eps: Float32,
-        mixed_qkv, conv_state, conv_weight, conv_bias, conv_position, H, window_rows, heads: cute.FastDivmodDivisorV2,
+        mixed_qkv, conv_state, conv_weight, conv_bias, conv_position, H, window_rows, ratio, heads: cute.FastDivmodDivisorV2,
         slots: Int32, tokens: Int32, columns, rows, steps, A_shared, dt_shared,
     ):  # fmt: skip
         smem = SmemAllocator()
@@ -333,12 +563,12 @@ class Layer(recurrent.Recurrent):
         sO = None
         if const_expr(self.normed):
             # A row a token, whatever request and head they are of.
-            sO = smem.allocate_tensor(F32, cute.make_layout((self.tokens, self.V), stride=(self.V, 1)), 16)
-            of_block = cute.make_layout((1, self.tokens, 1, self.V), stride=(0, self.V, 0, 1))
+            sO = smem.allocate_tensor(F32, cute.make_layout((self.tokens, self.wide), stride=(self.wide, 1)), 16)
+            of_block = cute.make_layout((1, self.tokens, 1, self.wide), stride=(0, self.wide, 0, 1))
             outputs = cute.make_tensor(sO.iterator, of_block)
         sX = None
         if const_expr(self.convolves):
-            wide = const_expr(2 * self.K + self.V)
+            wide = const_expr(2 * self.K + self.wide)
             sX = smem.allocate_tensor(v.element_type, cute.make_layout((self.tokens, wide), stride=(wide, 1)), 16)
             values = self.values_of(sX)
         x = Operands(
@@ -348,11 +578,30 @@ class Layer(recurrent.Recurrent):
         tid, _, _ = cute.arch.thread_idx()
         vt, hv, n = self.place()
         lane, group = self.thread(tid)
-        hq, shares = divmod(hv, heads)
+        mine, own_heads, scalars, hl = Int32(self.channels), Int32(1), None, hv
+        if const_expr(self.share > 1):
+            layout = cute.make_layout((self.tokens, self.share, 2), stride=(2 * self.share, 2, 1))
+            scalars = smem.allocate_tensor(F32, layout, 16)
+            blocks = (ratio + self.share - 1) // self.share
+            hq = hv // blocks
+            shares = hv % blocks * self.share
+            hv = hq * ratio + shares
+            own_heads = cutlass.min(ratio - shares, self.share)
+            mine = 2 * self.K + own_heads * self.V
+            # the head whose gate a lane asks for
+            hl = hv + cutlass.min(tid % 32, own_heads - 1)
+        else:
+            hq, shares = divmod(hv, heads)
         part = lane % self.lanes // self.alike
         home = tid % 32 - lane if const_expr(self.k_last) else tid % self.step
         thread = Thread(tid, lane, group, part, home)
 
+        conv = Conv(mixed_qkv, conv_state, conv_weight, conv_bias, conv_position, H, window_rows)
+        own = Block(vt, vt * self.tile_v, hv, hq, n, n, Int32(0), Int32(0))
+        gate, rw, taps = None, None, None
+        if const_expr(self.pdl == "first"):
+            # nobody writes a model's constants: they are there when the kernel ahead ends
+            gate, rw, taps = self.read_constants(x, conv, norm_weight, mine, own, hl, A_shared, dt_shared, tid)
         self.await_producer("first")
         row_slots = None
         if const_expr(self.row):
@@ -361,7 +610,6 @@ class Layer(recurrent.Recurrent):
             write_slot = write_index[n] if const_expr(self.pool and self.update) else slot
         else:
             slot, write_slot = self.slots_of(n, read_index, write_index, slot_index, accepted, columns)
-        conv = Conv(mixed_qkv, conv_state, conv_weight, conv_bias, conv_position, H, window_rows)
         at = Int32(0)
         if const_expr(self.convolves):
             # no position reaches memory that is not the slot's
@@ -369,17 +617,18 @@ class Layer(recurrent.Recurrent):
         # from here on in the order of `recurrent`, which says why
         cute.arch.sync_warp()
         ni, t0, length = self.span_of(n, cu_seqlens, tokens)
-        block = Block(vt, vt * self.tile_v, hv, hq, n, ni, t0, length)
+        block = Block(vt, own.v0, hv, hq, n, ni, t0, length)
         # What the delta rule leaves is in shared memory from its first row on.
         within = Block(vt, block.v0, hv, hq, n, ni, Int32(0) if const_expr(self.normed) else t0, length)
-        gate = self.gate_of(x, A_shared, dt_shared, hq, hv, tid)
-        rw = None
-        if const_expr(self.normed):
-            rw = cute.make_rmem_tensor((self.VL,), norm_weight.element_type)
-            self.read_row(norm_weight, rw, tid % 32)
-        taps = self.read_taps(conv, block, tid) if const_expr(self.convolves) else None
-        early = self.bring(x, output_gate, conv, taps, block, thread) if const_expr(self.pdl != "state") else None
+        of_lane = Block(vt, block.v0, hl, hq, n, ni, t0, length)
+        if const_expr(self.pdl != "first"):
+            gate, rw, taps = self.read_constants(x, conv, norm_weight, mine, own, hl, A_shared, dt_shared, tid)
+        sums, arrived, early = None, None, None
+        if const_expr(self.pdl != "state"):
+            early = self.bring(x, output_gate, conv, taps, block, own_heads, of_lane, thread)
         cute.arch.sync_warp()
+        if const_expr(self.cluster > 1):
+            sums, arrived = self.open_mailbox(smem, block, tid)
 
         if const_expr(self.row):
             slot = self.start_of_row(row_slots, first, n, slot_index, columns)
@@ -399,35 +648,46 @@ class Layer(recurrent.Recurrent):
 
         if live:
             source = state[Int64(slot), hv, None, None]
-            raw = self.fragment(self.state_dtype)
+            raw = self.fragments(self.state_dtype)
             if const_expr(self.early):
-                self.copy_rows(source, raw, block.v0 + group * self.RV, lane, False)
+                for j in cutlass.range_constexpr(self.ahead):
+                    self.copy_rows(source, raw[j, None, None], block.v0 + j * self.chunk + group * self.RV, lane, False)
             window = self.read_window(conv, window_slot, held, at, taps) if const_expr(self.convolves) else None
             if const_expr(self.early and self.per_k and not self.loop):
                 cute.arch.sync_warp()
             self.await_producer("state")
-            late = self.bring(x, output_gate, conv, taps, block, thread) if const_expr(self.pdl == "state") else early
+            late = early
             if const_expr(self.pdl == "state"):
+                late = self.bring(x, output_gate, conv, taps, block, own_heads, of_lane, thread)
                 cute.arch.sync_warp()
+            if const_expr(self.share > 1):
+                self.hand_scalars(scalars, late.read, gate, options, block, tid)
             if const_expr(self.convolves):
-                self.convolve(taps, window, late.rows, sX, block, tid)
+                self.convolve(taps, window, late.rows, sX, mine, block, tid)
                 first_of_head = shares == 0 and vt == 0
                 if const_expr(self.intermediate == "slots"):
                     if held:
-                        self.store_new(conv, window_slot, at, taps, late.rows, block, first_of_head, tid)
+                        self.store_new(conv, window_slot, at, taps, late.rows, mine, block, first_of_head, tid)
                 elif const_expr(self.update):
                     if writes:
-                        self.store_new(conv, write_slot, at, taps, late.rows, block, first_of_head, tid)
+                        self.store_new(conv, write_slot, at, taps, late.rows, mine, block, first_of_head, tid)
                 cute.arch.sync_threads()
             read = self.read_convolved(sX, late.read, block, thread) if const_expr(self.convolves) else late.read
-            body = self.many_tokens if const_expr(self.loop) else self.one_token
-            body(x, options, within, thread, gate, read, kept, source, raw, write_slot, writes)
+            norm = None
             if const_expr(self.normed):
-                cute.arch.sync_threads()
-                self.write_outputs(sO, late.gate, rw, output, norm_eps, block, tid)
+                of_warp, squares = self.rows_in_registers(F32), cute.make_rmem_tensor((self.norm_rows,), F32)
+                norm = Norm(sO, rw, late.gate, output, norm_eps, of_warp, squares, sums, arrived)
+            body = self.many_tokens if const_expr(self.loop) else self.one_token
+            body(x, options, within, thread, gate, read, kept, source, raw, write_slot, writes, Shared(own_heads, scalars), norm)
+            if const_expr(self.normed):
+                if const_expr(not self.sends_early):
+                    self.meet(norm, block, tid)
+                self.write_outputs(norm, own_heads, block, tid)
         else:
             self.await_producer("state")
-            self.zero_rows(output, ni, t0, length, hv, block.v0, tid)
+            if const_expr(self.cluster > 1):
+                cute.arch.cluster_wait()
+            self.zero_heads(output, own_heads, block, tid)
 
 
 def fakes(facts: dict, tensors: list) -> list:

@@ -12,9 +12,27 @@ from gdntune.errors import UnsupportedProblem
 from gdntune.kernels import recurrent_config
 from gdntune.kernels.facts import compiled_tokens
 from gdntune.kernels.facts import facts as delta_facts
-from gdntune.kernels.recurrent_config import PDL, Knobs, chunk_rows, held_elements
-from gdntune.kernels.spec import Block, Facts, Kernel
+from gdntune.kernels.recurrent_config import PDL, chunk_rows, held_elements
+from gdntune.kernels.spec import Block, Facts, Kernel, knob
 from gdntune.problem import ITEMSIZE, Contract
+
+# blocks of a cluster: what every GPU that has clusters can start
+MOST = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Knobs(recurrent_config.Knobs):
+    """One setting of the layer's kernel. With a norm, blocks that share a head's V are a cluster."""
+
+    share: int = knob(
+        "sh",
+        "value heads of one q/k head that a block has one after another; their q and k are convolved"
+        " once",
+        default=1,
+    )
+    ahead: int = knob(
+        "ah", "chunks of rows whose loads are in flight; early=True, where more than one", default=1
+    )
 
 
 def facts(c: Contract) -> Facts:
@@ -31,11 +49,18 @@ def facts(c: Contract) -> Facts:
 
 def block(c: Contract, s: Knobs) -> Block:
     """As `recurrent`'s, with the outputs of all tokens in fp32 and the convolved inputs."""
-    threads, shared = recurrent_config.block(c, s)
+    tokens, wide = compiled_tokens(c), c.V * s.share
+    threads, shared = recurrent_config.block(c, dataclasses.replace(s, tile_v=s.tile_v * s.share))
     if c.norm != "none":
-        shared += 4 * compiled_tokens(c) * c.V
+        shared += 4 * tokens * wide
+        if s.tile_v < c.V:
+            # the cluster's sums of squares and their mbarrier
+            shared += 4 * tokens * (c.V // s.tile_v) + 8
     if c.conv != "none":
-        shared += ITEMSIZE[c.input_dtype] * compiled_tokens(c) * (2 * c.K + c.V)
+        shared += ITEMSIZE[c.input_dtype] * tokens * (2 * c.K + wide)
+    if s.share > 1:
+        # decay and beta
+        shared += 8 * tokens * s.share
     return Block(threads, shared)
 
 
@@ -46,9 +71,37 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             "conv_window='shifted': blocks that share a q/k head would read a window while another"
             " shifts it; expected a ring"
         )
+    if s.fence:
+        return "fence=True: a convolution's barrier stands there already, expected False"
     if c.norm != "none" and s.tile_v != c.V:
-        return f"tile_v={s.tile_v} of V={c.V}: a norm needs all of a head's V, expected {c.V}"
-    return recurrent_config.refuse(c, s)
+        if c.V // s.tile_v > MOST or s.tile_v % 32:
+            return (
+                f"tile_v={s.tile_v} of V={c.V}: a norm's tiles are a cluster of at most {MOST}"
+                " blocks, expected a multiple of 32"
+            )
+        if s.heads:
+            return "heads=True: a cluster's blocks are neighbours, expected False"
+    if s.share not in (1, 2, 4):
+        return f"share={s.share}: expected one of 1, 2, 4"
+    if s.share > 1:
+        if c.op == "kda_decode" or c.conv == "none" or c.layout == "v_last":
+            return (
+                f"share={s.share}: expected 1 but for GDN with a convolution and k_last, whose heads"
+                " share q and k and are rows of one tile"
+            )
+        if s.tile_v != c.V:
+            return f"share={s.share} with tile_v={s.tile_v}: expected V={c.V}, whole heads"
+    if s.registers not in (0, 64, 80, 96, 128):
+        return f"registers={s.registers}: expected one of 0, 64, 80, 96, 128"
+    if why := recurrent_config.refuse(c, dataclasses.replace(s, registers=0)):
+        return why
+    chunks = s.tile_v // chunk_rows(c, s)
+    if s.ahead not in (1, 2, 4) or chunks % s.ahead or (s.ahead > 1 and not s.early):
+        return (
+            f"ahead={s.ahead} of {chunks} chunks of rows: expected 1, or with early=True one of 2, 4"
+            " that divides them"
+        )
+    return None
 
 
 def _candidates(c: Contract) -> list[Knobs]:
@@ -77,10 +130,46 @@ def _worth(c: Contract, s: Knobs) -> bool:
     return chunks <= 4 and 16 <= elements <= 64 and (s.early or chunks == 1)
 
 
+def _clusters(c: Contract, s: Knobs) -> list[Knobs]:
+    """Of a setting for a whole head, those whose tile of V is one chunk of rows: small batches."""
+    if c.norm == "none" or not s.early:
+        return []
+    rows = chunk_rows(c, s)
+    return [dataclasses.replace(s, tile_v=rows)] if rows < c.V else []
+
+
+def _deeper(c: Contract, s: Knobs) -> list[Knobs]:
+    """Of a setting for a whole head, those with more of the state in flight and heads that share a
+    block: large batches. Few rows at once and a cap on registers leave room for what is on its way.
+    """
+    if not (s.early and s.spread and s.threads in (128, 256) and c.layout == "k_last"):
+        return []
+    found = [dataclasses.replace(s, share=n) for n in (2, 4)]
+    if held_elements(c, s) == 16:
+        narrow = ITEMSIZE[c.state_dtype] == 2
+        caps = {2: (0, 64, 80), 4: (0, 96)} if narrow else {2: (0, 96)}
+        found += [
+            dataclasses.replace(s, ahead=ahead, registers=cap, share=n)
+            for ahead, some in caps.items()
+            for cap in some
+            for n in (1, 2, 4)
+        ]
+    return found
+
+
+def _has_clusters(device: Device) -> bool:
+    """From sm_90 on."""
+    return int(device.arch[3:].rstrip("af")) >= 90
+
+
 @functools.lru_cache(maxsize=256)
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
-    found = [s for s in _candidates(c) if not refuse(c, s) and _worth(c, s)]
+    legal = [s for s in _candidates(c) if not refuse(c, s)]
+    found = [s for s in legal if _worth(c, s)]
+    more = [x for s in found if s.lanes == 16 for x in _clusters(c, s)] if _has_clusters(device) else []
+    more += [x for s in legal if s.lanes == 16 for x in _deeper(c, s)]
+    found += [s for s in dict.fromkeys(more) if not refuse(c, s)]
     if c.intermediate == "slots":
         found += [dataclasses.replace(s, row=True) for s in found if s.early]
     dependent = (dataclasses.replace(s, pdl=p) for p in PDL[1:] for s in found)
@@ -100,7 +189,7 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
 
     def distance(s: Knobs) -> tuple[Any, ...]:
         return (
-            s.row or s.pdl != "none",
+            s.row or s.pdl != "none" or s.share > 1,
             -s.tile_v,
             not s.spread,
             s.threads != 128,

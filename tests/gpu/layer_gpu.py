@@ -74,29 +74,31 @@ def plain_of(c: Contract) -> Contract:
 
 
 def tried(c: Contract, device: arch.Device, every: bool) -> list[Variant]:
-    """The layer's variants: of a few, those of 128 and 256 threads and of the widest loads."""
+    """The layer's variants: of a few, the widest loads by 128 and 256 threads, sums spread over
+    them.
+    """
     found = LAYER.variants(c, device, "chain")
     default = LAYER.variant(LAYER.default(c, 64, device))
     if every:
         return [*dict.fromkeys([default, *found])]
-    few = [
-        v
-        for v in found
-        if v.knobs["threads"] in (128, 256)
-        and v.knobs["lanes"] == 16
-        and v.knobs["early"]
-        and v.knobs["pdl"] != "first"
-        and v.knobs["row"] == (c.intermediate == "slots")
-    ]
-    return [*dict.fromkeys([default, *few])]
+
+    def few(k: dict[str, Any]) -> bool:
+        held = k["ilp"] * (c.K // k["lanes"])
+        wide = k["threads"] in (128, 256) and k["lanes"] == 16 and k["early"] and k["spread"]
+        if not wide or k["row"] != (c.intermediate == "slots") or held > 64:
+            return False
+        if k["share"] == 4 or k["ahead"] > 1:
+            # what more of the state in flight is worth: without and with heads that share a block
+            return k["threads"] == 128 and (k["registers"] > 0 or k["ahead"] == 1)
+        return held >= 16
+
+    return [*dict.fromkeys([default, *(v for v in found if few(v.knobs))])]
 
 
 def with_pdl(variant: Variant) -> Variant:
-    """A variant of `recurrent` that starts before the kernel ahead ends, its state's loads first."""
+    """A variant of `recurrent` that starts before the kernel ahead ends, and waits for it first."""
     kernel = kernels.get(variant.kernel)
-    if "pdl" not in variant.knobs or not variant.knobs.get("early"):
-        return variant
-    return kernel.variant(kernel.setting({**variant.knobs, "pdl": "state"}))
+    return kernel.variant(kernel.setting({**variant.knobs, "pdl": "first"}))
 
 
 def apart(c: Contract, runtime: Runtime) -> list[tuple[int, Variant]]:

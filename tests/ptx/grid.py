@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import instructions
+from .clusters import Clusters
 from .copies import Copies
 from .faults import Fault, Unmodelled
 from .memory import Global, Shared
@@ -26,13 +27,14 @@ LIMIT = 200_000
 @dataclass(frozen=True)
 class Launch:
     """What a kernel is launched with: blocks and threads along x, y and z, bytes of dynamic shared
-    memory, and each parameter's bytes.
+    memory, each parameter's bytes, and the blocks of a cluster.
     """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
     parameters: tuple[bytes, ...]
+    cluster: int = 1
     attributes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
 
@@ -57,6 +59,7 @@ class Grid:
         self._shared_of = np.arange(self.size) // self.threads * self.shared.block_bytes
         memory.races = Races(self.clock, memory.bytes.size - memory.watched)
         self.copies = Copies(self.size)
+        self.clusters = Clusters(launch.cluster, self.blocks, self.threads)
         self._steps = [instructions.step(i, program) for i in program.instructions]
         self._ready: dict[int, Array] = {}
         self._torn: dict[int, Array] = {}
@@ -100,6 +103,7 @@ class Grid:
             while self._ready or self._release():
                 start = min(self._ready)
                 self._straight(start, self._ready.pop(start))
+        self.clusters.require_empty()
 
     def _straight(self, at: int, mask: Array) -> None:
         """Runs some threads from an instruction on, until they part, wait, end or meet others."""
@@ -115,7 +119,7 @@ class Grid:
             taking = threads
             if i.guard is not None:
                 taking = threads.where(self.read(i.guard), i.negated)
-            if i.parts[0] in _CONTROL:
+            if i.parts[0] in _CONTROL and i.parts[1:2] != ("cluster",):
                 _CONTROL[i.parts[0]](self, at, i, threads, taking)
                 return
             if step.whole_warps and taking.torn.any():

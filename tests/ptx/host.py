@@ -89,8 +89,8 @@ def launch_of(library: Path, function: str, arguments: Sequence[Any], program: P
     def launched(config: Any, parameters: Any) -> None:
         c = config.contents
         raw = [ctypes.string_at(parameters[n], p.size) for n, p in enumerate(program.parameters)]
-        _refuse_clusters(c)
-        found.append(Launch(tuple(c.grid), tuple(c.block), c.shared_bytes, tuple(raw)))
+        launch = Launch(tuple(c.grid), tuple(c.block), c.shared_bytes, tuple(raw), _cluster(c))
+        found.append(launch)
 
     symbols, module = _loaded(library)
     callback: Callable[..., None] = _LAUNCHED(launched)
@@ -101,10 +101,13 @@ def launch_of(library: Path, function: str, arguments: Sequence[Any], program: P
     return found[0]
 
 
-def _refuse_clusters(config: _Config) -> None:
+def _cluster(config: _Config) -> int:
+    """Blocks of a cluster; Unmodelled for those that lie along y or z."""
     for n in range(config.attribute_count):
         at = config.attributes + n * _ATTRIBUTE
         if ctypes.c_uint32.from_address(at).value == _CLUSTER:
             size = (ctypes.c_uint32 * 3).from_address(at + 8)
-            if max(size) > 1:
+            if max(size[1:]) > 1:
                 raise Unmodelled(f"clusters of {list(size)} blocks")
+            return size[0]
+    return 1

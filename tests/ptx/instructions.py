@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import accesses, copies, warps
+from . import accesses, clusters, copies, warps
 from .arithmetic import comparison, computation
 from .faults import Unmodelled
 from .operands import Step, names, reader, writer
@@ -18,6 +18,14 @@ from .values import TYPES, UNSIGNED, size
 
 if TYPE_CHECKING:
     from .grid import Grid
+
+
+def _store(i: Instruction, program: Program) -> Step:
+    return clusters.send(i, program) if "async" in i.parts else accesses.store(i, program)
+
+
+def _barrier(i: Instruction, program: Program) -> Step:
+    return clusters.barrier(i, program) if "cluster" in i.parts else _control(i, program)
 
 
 def _nothing(i: Instruction, program: Program) -> Step:
@@ -112,13 +120,15 @@ TABLE: dict[str, Build] = {
     "ret": _control,
     "exit": _control,
     "bar": _control,
-    "barrier": _control,
+    "barrier": _barrier,
     "mov": move,
     "cvta": move,
     "setp": compare,
     "selp": select,
     "ld": accesses.load,
-    "st": accesses.store,
+    "st": _store,
+    "mapa": clusters.map_address,
+    "mbarrier": clusters.mbarrier,
     "cp": copies.copy,
     "shfl": warps.shuffle,
     "vote": warps.vote,

@@ -36,6 +36,8 @@ def reader(operand: str, kind: str, program: Program) -> Reader:
         if "." in operand or operand == "%laneid":
             return lambda grid: taken(grid.special[operand], kind)
         return lambda grid: taken(grid.read(operand), kind)
+    if operand in program.registers:
+        return lambda grid: taken(grid.read(operand), kind)
     if operand in program.shared:
         value = np.full(1, SHARED_BASE + program.shared[operand], np.uint64)
         return lambda grid: taken(value, kind)

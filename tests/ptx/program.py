@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _STATEMENT = re.compile(r"\s*(?:(\$\w+|\w+):|(.*?);)", re.DOTALL)
-_GUARD = re.compile(r"@(!?)(%\w+)\s+(.*)", re.DOTALL)
+_GUARD = re.compile(r"@(!?)(%?\w+)\s+(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\.param\s+((?:\.\w+\s+(?:\d+\s+)?)+)(\w+)(?:\[(\d+)\])?")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)")
 _SHARED = re.compile(r"(?:\.extern\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+(\w+)\[(\d*)\]")

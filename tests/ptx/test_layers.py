@@ -1,0 +1,93 @@
+"""The layer's kernel in forms that a sample of its settings may miss: clusters, heads that share a
+block, chunks ahead; and what a cluster gets wrong is caught.
+"""
+
+import dataclasses
+import re
+
+import pytest
+
+from gdntune import kernels
+from gdntune.checking.cases import make_case
+from gdntune.checking.check import Truth
+from gdntune.device import arch
+from gdntune.errors import CheckFailed
+from gdntune.problem import Contract, Problem
+
+from . import call
+from .build import ARCH
+from .cover import Row
+from .faults import Fault
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl has wheels for Linux alone")
+
+LAYER = kernels.get("layer")
+STEP = {"norm": "silu", "conv": "silu"}
+SLOTS = {"tokens": 4, "mode": "frozen", "intermediate": "slots", "accepted": True}
+KDA = {"op": "kda_decode", "gate": "softplus", "norm": "sigmoid", "conv": "silu"}
+RAGGED = Contract(**STEP, tokens=4, ragged=True, state_dtype="fp32")
+PADDED = {"padding": 0.3, "slot_stride_pad": 64, "extra_rows": 2}
+LENGTHS = {"lengths": (4, 0, 1), **PADDED}
+
+
+def row(contract, group, options=PADDED, **knobs):
+    """A setting beside the default's other knobs; group: value heads of a q/k head."""
+    default = LAYER.default(contract, 64, arch.target(ARCH))
+    setting = dataclasses.replace(default, **knobs)
+    assert LAYER.refuse(contract, setting) is None
+    return Row("layer", contract, LAYER.variant(setting), tuple(options.items()), group)
+
+
+ONE = row(Contract(**STEP), 2, tile_v=64, threads=128, ilp=8)
+ROWS = [
+    ONE,
+    row(Contract(**STEP), 2, tile_v=32, ilp=2, threads=256, pdl="first"),
+    row(Contract(**STEP, **SLOTS), 1, tile_v=32, ilp=4, row=True, pdl="state"),
+    row(RAGGED, 3, LENGTHS, tile_v=32, ilp=2),
+    row(Contract(**KDA), 1, tile_v=64, ilp=8),
+    row(Contract(norm="silu", layout="v_last"), 2, tile_v=64, vec=8, threads=64),
+    # three heads in twos and in a four: the last block has fewer than it could
+    row(Contract(**STEP), 3, share=2, ilp=2, ahead=4, registers=96, pdl="first"),
+    row(RAGGED, 3, LENGTHS, share=4, ilp=2, ahead=2, pdl="state"),
+    row(Contract(**STEP, **SLOTS), 3, share=2, ilp=4, row=True),
+    row(Contract(norm="silu", **SLOTS), 1, ilp=4, ahead=2),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_forms(row, builder):
+    """Right by the gate that every variant passes, with no access out of bounds and no race."""
+    truth = Truth(make_case(row.problem, "cpu", 0, **dict(row.options)))
+    case = truth.before.clone()
+    call.decode(builder.get(row.contract, row.variant), row.contract)(*case.arguments())
+    truth.judge(case).require()
+
+
+BROKEN = {
+    "a block sends before the others run": (r"barrier\.cluster\.wait[^;]*;", ""),
+    "nothing is sent": (r"st\.async[^;]*;", ""),
+    "sums go to the block itself": (r"(mapa\S+\s+%r\d+, %r\d+), %r\d+;", r"\1, 0;"),
+    "sums are read before they are there": (
+        r"mbarrier\.try_wait\S* P1,[^;]*;",
+        "setp.eq.b32 P1, 0, 0;",
+    ),
+    "a sum is not counted on": (r"(mbarrier\.arrive\.expect_tx\S+ [^;]*), %r\d+;", r"\1, 4;"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_broken_clusters_are_caught(broken, builder):
+    """A fault, or a verdict that is not ok."""
+    made = builder.get(ONE.contract, ONE.variant)
+    text = re.sub(*BROKEN[broken], made.ptx)
+    assert text != made.ptx
+    truth = Truth(make_case(Problem(ONE.contract, 2, 1, 2), "cpu", 0))
+    case = truth.before.clone()
+    broken_kernel = call.decode(made, ONE.contract, text)
+
+    def judge():
+        broken_kernel(*case.arguments())
+        truth.judge(case).require()
+
+    with pytest.raises((Fault, CheckFailed)):
+        judge()
