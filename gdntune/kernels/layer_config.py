@@ -167,7 +167,11 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
     legal = [s for s in _candidates(c) if not refuse(c, s)]
     found = [s for s in legal if _worth(c, s)]
-    more = [x for s in found if s.lanes == 16 for x in _clusters(c, s)] if _has_clusters(device) else []
+    more = (
+        [x for s in found if s.lanes == 16 for x in _clusters(c, s)]
+        if _has_clusters(device)
+        else []
+    )
     more += [x for s in legal if s.lanes == 16 for x in _deeper(c, s)]
     found += [s for s in dict.fromkeys(more) if not refuse(c, s)]
     if c.intermediate == "slots":
