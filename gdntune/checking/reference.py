@@ -213,6 +213,8 @@ def trace(
     if requests is not None:
         where = where.of(requests)
         window = window.of(requests) if window is not None else None
+        if given.conv_position is not None:
+            given = dataclasses.replace(given, conv_position=given.conv_position[requests])
     if window is not None:
         return _ringed(contract, given, where, window, dtype)
     outputs, kept, reaches = _computed(contract, given, where, dtype)

@@ -254,7 +254,7 @@ def bench(
         typer.Option(
             min=1,
             help="Processes a GPU: while one of them times, the others compile peers' kernels."
-            " Default: half of the cores, at most 8; 1 on a CPU.",
+            " Default: half of the cores, at most 8, under chain 3; 1 on a CPU.",
         ),
     ] = None,
     executor: Where = "local",

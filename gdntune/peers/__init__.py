@@ -14,6 +14,7 @@ PEERS: dict[str, str] = {
     "fla": "gdntune.peers.fla",
     "sglang": "gdntune.peers.sglang",
     "vllm": "gdntune.peers.vllm",
+    "apart": "gdntune.peers.apart",
 }
 
 

@@ -34,6 +34,15 @@ def _error(got: Tensor, want: Tensor) -> Tensor:
     return torch.where(error.isnan(), torch.inf, error)
 
 
+def _left(got: Tensor, want: Tensor, B: int) -> Verdict:
+    """Whether what a call leaves besides is exactly what it must be."""
+    same = (got == want).flatten(1).all(1)
+    if bool(same.all()):
+        return Verdict(True, 0.0, "", 1.0)
+    said = f"windows of request {int(same.int().argmin())} of {B} differ"
+    return Verdict(False, float("inf"), said, 1.0)
+
+
 class Expected:
     """What a call on a case must give, computed before the call. tolerance: the least that is
     accepted of every part.
@@ -84,6 +93,8 @@ class Expected:
                 f" expected at most {accepted:g}"
             )
             verdicts.append(Verdict(error <= accepted, error, said, accepted))
+        if bound.left is not None:
+            verdicts.append(_left(*bound.left(), p.B))
         # By shares of the tolerance, since output and state have one each.
         return max(verdicts, key=lambda v: v.error / v.tolerance)
 

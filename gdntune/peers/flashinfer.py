@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gdntune.checking.cases import Case
-from gdntune.errors import UnsupportedProblem
+from gdntune.errors import UnsupportedProblem, listed
 from gdntune.peers.spec import (
     Bound,
     Entry,
@@ -29,6 +29,7 @@ from gdntune.peers.spec import (
     starts,
     unless,
 )
+from gdntune.peers.steps import gate_of, rows_of, taps_by_part, windows
 from gdntune.problem import ITEMSIZE, Contract, Problem
 from gdntune.sol import state_bytes
 
@@ -96,6 +97,16 @@ RECOVER = Function(
         " null_min".split()
     ),
 )
+
+KDA_STEP = Function(
+    "flashinfer.kda_kernels.fused_kda_decode",
+    "run_fused_kda_decode",
+    tuple(
+        "x weight conv_state raw_gate raw_beta A_log dt_bias state_indices state output_gate"
+        " norm_weight lower_bound norm_eps output backend".split()
+    ),
+)
+KDA_STEP_HEADS = (8, 12, 16, 24, 32, 48, 64, 96)
 
 # Rows that the tensor-core verify works on, whatever T is.
 WY_TOKENS = 16
@@ -505,6 +516,61 @@ def _bind_recover(case: Case) -> Bound:
     return Bound(functools.partial(RECOVER.load(), **arguments), _first)
 
 
+# -- fused_kda_decode
+
+
+def _refuse_kda_step(p: Problem) -> str | None:
+    c = p.contract
+    if fault := _fault(
+        c,
+        op="kda_decode",
+        state_dtype=("bf16", "fp32"),
+        norm=("sigmoid",),
+        norm_weight_dtype=("fp32",),
+        conv=("silu",),
+        conv_width=(4,),
+        conv_bias=(False,),
+        tokens=(1,),
+        mode=("update",),
+        intermediate=("none",),
+    ):
+        return fault
+    if c.gate == "log" or c.beta != "logit":
+        return f"gate={c.gate}, beta={c.beta}: expected raw gates and beta's logit"
+    if p.H != p.HV or p.HV not in KDA_STEP_HEADS:
+        return f"H={p.H}, HV={p.HV}: expected both one of {listed(map(str, KDA_STEP_HEADS))}"
+    return _too_large(p)
+
+
+def _bind_kda_step(case: Case) -> Bound:
+    _always_normalised(case)
+    c, held, (gate, weight) = case.contract, windows(case), gate_of(case)
+    # Its slots are those of the windows, in one order with the states'.
+    index, slots = held.index, slots_of(case).long()
+    states = case.state.new_zeros((len(held.pool), *case.state.shape[1:]))
+    states[index.long()] = case.state[slots]
+    assert case.dt_bias is not None
+    arguments: dict[str, Any] = {
+        "x": rows_of(case),
+        "weight": taps_by_part(case),
+        "conv_state": held.channels_first,
+        "raw_gate": packed(case, case.a),
+        "raw_beta": packed(case, case.b),
+        "A_log": case.A_log,
+        "dt_bias": case.dt_bias.reshape(-1),
+        "state_indices": index,
+        "state": states,
+        "output_gate": gate,
+        "norm_weight": weight,
+        "lower_bound": case.lower_bound if c.gate == "lower_bound" else None,
+        "norm_eps": case.norm_eps,
+        "output": packed(case, case.output),
+        "backend": "cute-dsl",
+    }
+    call = functools.partial(KDA_STEP.load(), **arguments)
+    return Bound(call, _first, lambda _: states, index, left=held.left)
+
+
 def _recover_extra_bytes(p: Problem) -> int:
     """What it keeps of each token to fold accepted ones in later: corrections in fp32, k and the
     gate as they came.
@@ -591,6 +657,16 @@ PEER = Peer(
             # The matrices of its products are bf16.
             tolerance=2e-2,
             functions=(RECOVER,),
+        ),
+        Entry(
+            "fused_kda_decode",
+            _refuse_kda_step,
+            _bind_kda_step,
+            "on a pool and windows of its own with an empty slot 0, filled before the timed call",
+            # It keeps q, k and v in fp32 behind the convolution.
+            tolerance=2e-2,
+            functions=(KDA_STEP,),
+            kind="layer",
         ),
     ),
 )

@@ -29,6 +29,15 @@ from gdntune.peers.spec import (
     starts,
     unless,
 )
+from gdntune.peers.steps import (
+    ACTIVATIONS,
+    between_bytes,
+    gate_of,
+    refuse_step,
+    rows_of,
+    taps,
+    windows,
+)
 from gdntune.problem import Contract, Problem
 
 _PACKED = (
@@ -53,6 +62,22 @@ VERIFY = Function(
         " disable_state_update intermediate_states_buffer intermediate_state_indices"
         " cache_steps".split()
     ),
+)
+CONV = Function(
+    "sglang.kernels.ops.mamba.causal_conv1d_triton",
+    "causal_conv1d_update",
+    tuple("x conv_state weight bias activation conv_state_indices".split()),
+)
+NORM = Function(
+    "sglang.kernels.ops.attention.fla.layernorm_gated",
+    "rms_norm_gated",
+    tuple("x weight bias z eps is_rms_norm activation".split()),
+)
+# Of its KDA models, in place.
+NORM_KDA = Function(
+    "sglang.kernels.ops.attention.fla.fused_norm_gate",
+    "rms_norm_gated",
+    tuple("x g weight bias activation eps".split()),
 )
 
 
@@ -96,26 +121,72 @@ def _refuse_kda(p: Problem) -> str | None:
     return _plain_decode(p.contract, "kda_decode", ("softplus", "lower_bound"))
 
 
-def _bind_decode(case: Case) -> Bound:
+def _decode(case: Case, mixed: Tensor, out: Tensor, rows: Tensor) -> Callable[..., Any]:
+    """Packed decode of either op on the case's pool, from rows of q, k and v [B, D]."""
     usual_softplus(case)
-    c, rows = case.contract, slots_of(case)
+    c = case.contract
     assert case.dt_bias is not None
     arguments: dict[str, Any] = {
-        "mixed_qkv": mixed_qkv(case),
+        "mixed_qkv": mixed,
         "a": case.a[:, 0].flatten(1),
         "b": case.b[:, 0],
         "A_log": case.A_log,
         "dt_bias": case.dt_bias.flatten(),
         "scale": case.scale,
         "initial_state": case.state,
-        "out": case.output,
+        "out": out,
         "ssm_state_indices": rows,
         "use_qk_l2norm_in_kernel": bool(case.use_qk_l2norm),
     }
     if c.op == "kda_decode":
         arguments["lower_bound"] = case.lower_bound if c.gate == "lower_bound" else None
     function = (KDA_DECODE if c.op == "kda_decode" else GDN_DECODE).load()
-    return Bound(lambda: function(**arguments), first, lambda _: case.state, rows)
+    return functools.partial(function, **arguments)
+
+
+def _bind_decode(case: Case) -> Bound:
+    rows = slots_of(case)
+    call = _decode(case, mixed_qkv(case), case.output, rows)
+    return Bound(call, first, lambda _: case.state, rows)
+
+
+# -- a layer's step
+
+
+def _refuse_step(p: Problem) -> str | None:
+    c = p.contract
+    kda = c.op == "kda_decode"
+    fault = refuse_step(c, norm=("sigmoid",) if kda else ("silu",), conv=True)
+    return fault or (_refuse_kda(p) if kda else _refuse_gdn(p))
+
+
+def _bind_step(case: Case) -> Bound:
+    c, rows, held = case.contract, slots_of(case), windows(case)
+    gate, weight = gate_of(case)
+    convolve, x = CONV.load(), rows_of(case)
+    between = torch.empty_like(case.output)
+    decode = _decode(case, x, between, rows)
+    before: dict[str, Any] = {
+        "conv_state": held.channels_first,
+        "weight": taps(case),
+        "bias": case.conv_bias,
+        "activation": ACTIVATIONS[c.conv],
+        "conv_state_indices": held.index,
+    }
+    V = c.V
+    shared = {"x": between.view(-1, V), "weight": weight, "bias": None, "eps": case.norm_eps}
+    if c.op == "kda_decode":
+        norm, own = NORM_KDA.load(), {"g": gate.reshape(-1, V), "activation": "sigmoid"}
+    else:
+        own = {"z": gate.reshape(-1, V), "is_rms_norm": True, "activation": "swish"}
+        norm = NORM.load()
+
+    def call() -> Any:
+        # A tensor of its own, made anew each time.
+        decode(mixed_qkv=convolve(x, **before))
+        return norm(**shared, **own)
+
+    return Bound(call, lambda output: output, lambda _: case.state, rows, left=held.left)
 
 
 # -- verify
@@ -214,6 +285,19 @@ PEER = Peer(
             bind=_bind_verify,
             form="on the pool by slots, packed rows with cu_seqlens, the output a new tensor",
             functions=(VERIFY,),
+        ),
+        Entry(
+            name="conv_packed_decode_norm",
+            refuse=_refuse_step,
+            bind=_bind_step,
+            form="on the pool by slots, windows of its own, filled before the timed call;"
+            " convolution, packed decode, gated norm",
+            extra_bytes=between_bytes,
+            # The products of its convolution are rounded to the inputs' dtype.
+            tolerance=2e-2,
+            functions=(CONV, GDN_DECODE, KDA_DECODE, NORM, NORM_KDA),
+            kind="layer",
+            several=True,
         ),
     ),
 )

@@ -24,6 +24,13 @@ from gdntune.problem import Contract, Problem
 # write elsewhere.
 REACH = 2**31
 
+Kind = Literal["rule", "layer", "ring"]
+_KINDS = {
+    "rule": "gates and delta rule alone",
+    "layer": "more than gates and delta rule",
+    "ring": "a ring of corrections",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Function:
@@ -64,6 +71,7 @@ class Bound:
     the mean of so many that follow one another. steps: the calls of a full cycle, each by itself,
     for layers of which each is at a step of its own. epilogue(output [n, T, HV, V], requests [n]):
     what the call makes of the contract's output of some requests, in fp64; None: nothing.
+    left: what stands where the call leaves something besides, and what must, exactly [B, ...].
     """
 
     call: Callable[[], Any]
@@ -74,6 +82,7 @@ class Bound:
     cycle: int = 1
     steps: tuple[Callable[[], Any], ...] = ()
     epilogue: Callable[[Tensor, Tensor], Tensor] | None = None
+    left: Callable[[], tuple[Tensor, Tensor]] | None = None
 
     def at_layer(self, layer: int) -> Callable[[], Any]:
         """The call that one of several layers makes, whose steps are spread over the cycle."""
@@ -95,7 +104,11 @@ class Entry:
     where that is more than the dtypes' (see `compare`). functions: what it calls of the library.
     packed: whether it reads q, k and v from one tensor, see `mixed_qkv`. follows_ours: its call
     takes our output, so that it is timed behind our choice: a partner of entries that do more than
-    the contract. partner: the name of that entry, against which this one is judged.
+    the contract. partner: the name of that entry, against which this one is judged. kind: of
+    which contracts it serves some, the delta rule's alone, a layer's with a convolution or a norm,
+    or those with a ring of corrections. several: it launches several
+    kernels, which are replayed from a CUDA graph, as an engine would: launched one by one, its time
+    would have the host's between them.
     """
 
     name: str
@@ -108,6 +121,8 @@ class Entry:
     packed: bool = False
     follows_ours: bool = False
     partner: str = ""
+    kind: Kind = "rule"
+    several: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,14 +185,16 @@ class Peer:
 
     def serving(self, problem: Problem) -> tuple[list[Entry], str]:
         """The entries that serve a problem; where there are none, why."""
-        if problem.contract.layer or problem.contract.ring:
-            c = problem.contract
-            return [], (
-                f"norm={c.norm}, conv={c.conv}, ring={c.ring}: no entry does more than gates and"
-                " delta rule"
+        c = problem.contract
+        kind: Kind = "layer" if c.layer else "ring" if c.ring else "rule"
+        entries = [entry for entry in self.entries if entry.kind == kind]
+        if not entries:
+            return (
+                [],
+                f"norm={c.norm}, conv={c.conv}, ring={c.ring}: no entry serves {_KINDS[kind]}",
             )
-        faults = {entry.name: entry.refuse(problem) for entry in self.entries}
-        found = [entry for entry in self.entries if faults[entry.name] is None]
+        faults = {entry.name: entry.refuse(problem) for entry in entries}
+        found = [entry for entry in entries if faults[entry.name] is None]
         reasons: dict[str, list[str]] = {}
         for name, fault in faults.items():
             reasons.setdefault(fault or "", []).append(name)

@@ -16,7 +16,7 @@ from gdntune.problem import Problem
 from gdntune.results.journal import read, require_same
 from gdntune.results.records import timed
 from gdntune.runtime.dispatch import Runtime
-from gdntune.timing import Policy
+from gdntune.timing import L2, Policy
 from gdntune.tuning.config import Config
 from gdntune.tuning.header import run_header
 from gdntune.tuning.plan import Plan, bench_plan
@@ -68,7 +68,7 @@ def bench(
     named = {name: peers.get(name) for name in dict.fromkeys(peer_names)}
     shared = tuple(devices) or (index,)
     if workers_per_device is None:
-        workers_per_device = workers(device, len(shared), executor, len(named))
+        workers_per_device = workers(device, len(shared), executor, len(named), policy.l2)
     elif workers_per_device > 1 and executor == "ray":
         raise UnsupportedProblem(
             f"workers_per_device={workers_per_device} with executor=ray: expected 1 there, a"
@@ -91,17 +91,20 @@ def bench(
     return outcome
 
 
-# More than these wait for one another: a cell is timed in a second, and compiled in ten.
-MOST_WORKERS = 8
+# More than these wait for one another: a cell is timed in a second, and compiled in ten. Under
+# chain each holds the pools of its layers, up to a fifth of an H200's memory.
+MOST_WORKERS, MOST_CHAINED = 8, 3
 
 
-def workers(device: Device, devices: int, executor: Executor, peers: int) -> int:
+def workers(device: Device, devices: int, executor: Executor, peers: int, l2: L2) -> int:
     """Processes a device that a bench has by default: half of the cores compile, at most 8
-    processes a GPU; one on a CPU, whose times they would disturb, and where no peer is timed.
+    processes a GPU, under chain 3; one on a CPU, whose times they would disturb, and where no peer
+    is timed.
     """
     if device.kind == "cpu" or executor != "local" or not peers:
         return 1
-    return max(1, min(MOST_WORKERS, cpu_threads() // (2 * devices)))
+    most = MOST_CHAINED if l2 == "chain" else MOST_WORKERS
+    return max(1, min(most, cpu_threads() // (2 * devices)))
 
 
 def left(plan: Plan, policy: Policy, journals: Sequence[Path]) -> tuple[Plan, list[str]]:

@@ -134,14 +134,14 @@ def time_cell(
     session.load(problem.contract, [*decode, *floors])
 
     def lay_out() -> CellTensors:
-        packed = probe.packed(entries)
+        # A convolution's inputs are packed as they are.
+        packed = problem.contract.conv == "none" and probe.packed(entries)
         made = session.calls(problem, "decode", decode, packed=packed, seed=seed)
         # The decode role first: under `chain` the floors are timed among its layers.
         floor_calls = session.calls(problem, "floor", floors, seed=seed).calls if floors else []
         # On a GPU; a chain is one graph as it is.
         alone = session.timer.policy.timer in ("cupti", "events")
-        behind = any(probe.role(named) == "partner" for named in entries)
-        recorder = graphs.GraphRecorder() if alone and behind else None
+        recorder = graphs.GraphRecorder() if alone and any(map(probe.several, entries)) else None
         bound = probe.bind(entries, made, recorder)
         cycles = [1] * (len(decode) + len(floors)) + bound.cycles
         return CellTensors(made, [*made.calls, *floor_calls, *bound.calls], cycles)

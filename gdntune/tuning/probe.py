@@ -113,8 +113,8 @@ def bind(entries: Sequence[Named], calls: Calls, recorder: Recorder | None = Non
 
     Where there are several cases, each is called once, so that a graph captures none of a library's
     first calls; a cycle's steps are then spread over them, and each sample is of all of them. An
-    entry that follows ours is called behind the first of `calls`; with a recorder from a CUDA
-    graph, as an engine would: launched one by one, its time would have the host's between the two.
+    entry that follows ours is called behind the first of `calls`. With a recorder calls of several
+    kernels are replayed from CUDA graphs, as an engine would.
     """
     found: list[Callable[[int], Any]] = []
     cycles: list[int] = []
@@ -129,8 +129,8 @@ def bind(entries: Sequence[Named], calls: Calls, recorder: Recorder | None = Non
         turn: Callable[[int], Any] = partial(_turn, made, None)
         if entry.follows_ours:
             turn = partial(_turn, made, calls.calls[0])
-            if recorder is not None:
-                turn = _replayed(turn, len(made), recorder)
+        if recorder is not None and (entry.follows_ours or entry.several):
+            turn = _replayed(turn, len(made), recorder)
         found.append(turn)
         cycles.append(1 if several and bound[0].steps else bound[0].cycle)
     return BoundEntries(found, cycles)
@@ -157,6 +157,12 @@ def _replayed(call: Callable[[int], Any], turns: int, recorder: Recorder) -> Cal
 def packed(entries: Sequence[Named]) -> bool:
     """Whether one of some entries reads q, k and v from one tensor."""
     return any(peers.get(peer).entry(name).packed for peer, name in entries)
+
+
+def several(named: Named) -> bool:
+    """Whether an entry launches several kernels, or one behind ours."""
+    entry = peers.get(named[0]).entry(named[1])
+    return entry.several or entry.follows_ours
 
 
 def role(named: Named) -> Literal["peer", "partner"]:

@@ -8,6 +8,11 @@ SIGNATURES: dict[str, tuple[str, dict[str, str]]] = {
     "flashinfer": (
         "0.7.4",
         {
+            "flashinfer.kda_kernels.fused_kda_decode:run_fused_kda_decode": (
+                "x weight conv_state raw_gate raw_beta A_log dt_bias state_indices"
+                " state output_gate norm_weight lower_bound= norm_eps= output= *"
+                " backend= state_indices_mode= query_start_loc= packed_state_indices="
+            ),
             "flashinfer.gdn_decode:gated_delta_rule_decode": (
                 "q k v state A_log a dt_bias b scale= output= use_qk_l2norm= backend="
             ),
@@ -76,6 +81,19 @@ SIGNATURES: dict[str, tuple[str, dict[str, str]]] = {
     "sglang": (
         "0.5.23",
         {
+            "sglang.kernels.ops.mamba.causal_conv1d_triton:causal_conv1d_update": (
+                "x conv_state weight bias= activation= cache_seqlens="
+                " conv_state_indices= num_accept_tokens= intermediate_conv_window="
+                " intermediate_state_indices= retrieve_next_token="
+                " retrieve_next_sibling= retrieve_parent_token= pad_slot_id= metadata="
+                " validate_data="
+            ),
+            "sglang.kernels.ops.attention.fla.layernorm_gated:rms_norm_gated": (
+                "* x weight bias z= eps= group_size= norm_before_gate= is_rms_norm= activation="
+            ),
+            "sglang.kernels.ops.attention.fla.fused_norm_gate:rms_norm_gated": (
+                "x g weight bias activation= residual= prenorm= residual_in_fp32= eps="
+            ),
             "sglang.kernels.ops.attention.fla.fused_recurrent:fused_recurrent_gated_delta_rule_packed_decode": (
                 "mixed_qkv a b A_log dt_bias scale initial_state out ssm_state_indices"
                 " use_qk_l2norm_in_kernel="
@@ -97,6 +115,22 @@ SIGNATURES: dict[str, tuple[str, dict[str, str]]] = {
     "vllm": (
         "0.33.0",
         {
+            "vllm.model_executor.layers.mamba.ops.causal_conv1d:causal_conv1d_update": (
+                "x conv_state weight bias= activation= conv_state_indices="
+                " num_accepted_tokens= query_start_loc= max_query_len= null_block_id="
+                " validate_data= out="
+            ),
+            "vllm.third_party.flash_linear_attention.ops.layernorm_guard:layer_norm_fwd": (
+                "x weight bias eps z= out= group_size= norm_before_gate= is_rms_norm= activation="
+            ),
+            "vllm.models.kimi_k3.nvidia.ops.third_party.kda.fused_recurrent:fused_recurrent_kda": (
+                "q k v raw_g raw_beta A_log dt_bias lower_bound initial_state"
+                " cu_seqlens ssm_state_indices num_accepted_tokens= out= fuse_gate="
+            ),
+            "vllm.models.kimi_k3.nvidia.ops.third_party.kda.fused_recurrent:fused_recurrent_kda_packed_decode": (
+                "mixed_qkv raw_g raw_beta A_log dt_bias lower_bound initial_state"
+                " state_indices scale= out="
+            ),
             "vllm.third_party.flash_linear_attention.ops.kda:fused_recurrent_kda_fwd": (
                 "q k v g beta scale initial_state inplace_final_state= cu_seqlens="
                 " ssm_state_indices= num_accepted_tokens= use_qk_l2norm_in_kernel="

@@ -30,6 +30,7 @@ PACKED, GIVEN = (
 )
 PACKED_KDA = "fused_recurrent_kda_packed_decode"
 OP, BEHIND = "fused_gdn_decode_post_conv_mtp", "ours_then_rms_norm_gated"
+KDA_RAW, KDA_GIVEN = ("fused_recurrent_kda",), ("fused_recurrent_kda_fwd",)
 OUTPUTS_KDA = ("kda_wy_output_only", "kda_recoverssm_verify")
 GDN, KDA_IN_PLACE = ("fused_recurrent_gated_delta_rule",), ("fused_recurrent_kda",)
 PRETRANSPOSE, WY = "gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp_wy_output_only"
@@ -140,18 +141,21 @@ def test_flas_slots_of_each_token():
         (MTP.replace(intermediate="slots"), ()),
         (FP32.replace(gate="log", beta="given"), GIVEN),
         (MTP.replace(gate="log", beta="given", **SLOTS), GIVEN),
-        (KDA, TRITON),
-        (KDA.replace(tokens=4, **SLOTS), ()),
-        (KDA.replace(gate="log", beta="given"), KDA_IN_PLACE),
-        (KDA.replace(gate="log", beta="given", tokens=4, accepted=True, **SLOTS), KDA_IN_PLACE),
+        (KDA, (PACKED_KDA,)),
+        (KDA.replace(ragged=True), KDA_RAW),
+        (KDA.replace(tokens=4, **SLOTS), KDA_RAW),
+        (KDA.replace(tokens=4), ()),
+        (KDA.replace(V=64), ()),
+        (KDA.replace(gate="log", beta="given"), KDA_GIVEN),
+        (KDA.replace(gate="log", beta="given", tokens=4, accepted=True, **SLOTS), KDA_GIVEN),
         (KDA.replace(gate="log", beta="given", V=64), ()),
-        (KDA.replace(gate="lower_bound"), ()),
+        (KDA.replace(gate="lower_bound"), (PACKED_KDA,)),
     ],
     ids=lambda x: x.key() if isinstance(x, Contract) else None,
 )
 def test_what_vllm_serves(contract, entries):
-    """T=1 with the final state, and each token's state in a slot of its own; KDA from raw gates at
-    T=1 alone, where it is right.
+    """T=1 with the final state, and each token's state in a slot of its own; KDA from raw gates by
+    what its Kimi models call.
     """
     found, reason = peers.get("vllm").serving(Problem(contract, 2, 4, 4))
     assert tuple(e.name for e in found) == entries
@@ -524,6 +528,27 @@ def test_vllm_never_gets_slot_0(called, pool):
     assert recorder.arguments["cu_seqlens"].tolist() == [0, 1, 2, 3]
 
 
+def test_vllms_kda_takes_raw_gates(called):
+    """Fault: KDA was timed by a function of another module than its Kimi models call, at T=1 by one
+    that no model calls for it. Packed decode: one row a request, gates as they come.
+    """
+    case = make_case(Problem(KDA.replace(gate="lower_bound"), 3, 2, 2))
+    recorder, bound = called("vllm", PACKED_KDA, case)
+    given = recorder.arguments
+    assert given["mixed_qkv"].shape == (3, 6 * 128) and given["raw_g"].shape == (1, 3, 2, 128)
+    assert given["raw_beta"].shape == (1, 3, 2) and given["dt_bias"].shape == (2 * 128,)
+    assert given["lower_bound"] == case.lower_bound and recorder.same(case.output) == {"out"}
+    assert bound.rows.tolist() == given["state_indices"].tolist()
+    with pytest.raises(UnsupportedProblem, match="use_qk_l2norm=False"):
+        called("vllm", PACKED_KDA, make_case(Problem(KDA, 3, 2, 2), use_qk_l2norm=False))
+    slots = KDA.replace(tokens=4, **SLOTS)
+    recorder, _ = called("vllm", *KDA_RAW, make_case(Problem(slots, 3, 2, 2)))
+    assert recorder.arguments["lower_bound"] is None
+    assert recorder.arguments["raw_g"].shape == (1, 12, 2, 128)
+    with pytest.raises(UnsupportedProblem, match="scale=0.5"):
+        called("vllm", *KDA_RAW, make_case(Problem(slots, 3, 2, 2), scale=0.5))
+
+
 def test_vllm_packs_q_k_v(called):
     """One row a request: q, then k, then v; a and b have two dimensions; the output is the case's."""
     case = make_case(Problem(BF16, 3, 2, 4))
@@ -542,7 +567,8 @@ def test_vllm_packs_q_k_v(called):
     [
         (*TRITON, MTP.replace(accepted=True, ragged=True, **SLOTS)),
         (*GIVEN, MTP.replace(gate="log", beta="given", accepted=True, **SLOTS)),
-        (*KDA_IN_PLACE, KDA.replace(tokens=4, gate="log", beta="given", accepted=True, **SLOTS)),
+        (*KDA_GIVEN, KDA.replace(tokens=4, gate="log", beta="given", accepted=True, **SLOTS)),
+        (*KDA_RAW, KDA.replace(tokens=4, accepted=True, **SLOTS)),
     ],
     ids=lambda x: x.key() if isinstance(x, Contract) else x,
 )
@@ -713,7 +739,12 @@ def test_the_bench_config_has_a_peer_for_each_part():
         served = [peers.get(name).serving(p)[0] for p in problems for name in names]
         entries |= {e.name for found in served for e in found}
         assert sum(map(bool, served)) * 2 >= len(problems), part.name
-    assert entries >= {e.name for name in ("flashinfer", "fla") for e in peers.get(name).entries}
+    assert entries >= {
+        e.name
+        for name in ("flashinfer", "fla")
+        for e in peers.get(name).entries
+        if e.kind == "rule"
+    }
     # what vLLM and SGLang call by default has its cells too
     engines = {
         e.name
