@@ -2,6 +2,8 @@
 libraries' functions do, by their sources, each step agrees with the reference.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional
@@ -11,6 +13,7 @@ from gdntune.checking.cases import make_case
 from gdntune.peers import spec, steps, vllm
 from gdntune.peers.compare import Expected
 from gdntune.problem import Contract, Problem
+from gdntune.tuning import config
 
 STEP = {"norm": "silu", "conv": "silu"}
 KDA = {"op": "kda_decode", "gate": "softplus", "norm": "sigmoid", "conv": "silu"}
@@ -286,3 +289,29 @@ def test_bytes_between_the_launches():
     drafts = Problem(Contract(norm="silu", **SLOTS), B, H, HV)
     assert steps.between_bytes(drafts) == 2 * B * 4 * out * size
     assert steps.convolution_bytes(drafts) == 0
+
+
+def test_the_bench_config_of_a_layer():
+    """configs/bench-layer.yaml: each cell beside ours in launches of its own and one library or
+    two, with all batches and heads of a layer's step.
+    """
+    whole = config.load(Path(__file__).parents[2] / "configs" / "bench-layer.yaml")
+    cells = whole.all_problems()
+    assert len(cells) == 60 and {p.B for p in cells} == {1, 4, 16, 64, 256}
+    assert all(peers.get("apart").serving(p)[0] for p in cells)
+    found = {
+        (name, entry.name)
+        for p in cells
+        for name in ("flashinfer", "sglang", "vllm")
+        for entry in peers.get(name).serving(p)[0]
+    }
+    layers = {
+        (name, entry.name)
+        for name in ("flashinfer", "sglang", "vllm")
+        for entry in peers.get(name).entries
+        if entry.kind == "layer"
+    }
+    assert found == layers
+    for p in cells:
+        others = [n for n in ("flashinfer", "sglang", "vllm") if peers.get(n).serving(p)[0]]
+        assert others, p.key()
