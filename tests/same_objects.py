@@ -225,7 +225,7 @@ def main() -> int:
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--keep", type=Path)
-    parser.add_argument("--only", default="", help="a kernel's name")
+    parser.add_argument("--only", default="", help="a kernel's name: the others are left alone")
     parser.add_argument(
         "--record",
         action="store_true",
@@ -247,7 +247,7 @@ def main() -> int:
             f"{lacking} of {len(objects)} objects are of kernels or knobs that {options.old} lacks"
         )
         code = report(known, old, new)
-        if options.record and not code and not options.only:
+        if options.record and not code:
             record(known, old, new, options)
         return code
 

@@ -10,9 +10,10 @@ from typing import Any
 from gdntune.device.arch import Device
 from gdntune.errors import UnsupportedProblem
 from gdntune.kernels import recurrent_config
+from gdntune.kernels.dependent_launch import in_every_form, under
 from gdntune.kernels.facts import compiled_tokens
 from gdntune.kernels.facts import facts as delta_facts
-from gdntune.kernels.recurrent_config import PDL, chunk_rows, held_elements
+from gdntune.kernels.recurrent_config import chunk_rows, held_elements
 from gdntune.kernels.spec import Block, Facts, Kernel, knob
 from gdntune.problem import ITEMSIZE, Contract
 
@@ -176,8 +177,7 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     found += [s for s in dict.fromkeys(more) if not refuse(c, s)]
     if c.intermediate == "slots":
         found += [dataclasses.replace(s, row=True) for s in found if s.early]
-    dependent = (dataclasses.replace(s, pdl=p) for p in PDL[1:] for s in found)
-    return (*found, *(s for s in dependent if not refuse(c, s)))
+    return tuple(s for s in in_every_form(found) if not refuse(c, s))
 
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
@@ -219,6 +219,6 @@ KERNEL = Kernel(
     compiler="gdntune.kernels.layer:compile",
     sources=("gdntune.kernels.layer",),
     block=block,
-    under=recurrent_config.under,
+    under=under,
     layer=True,
 )

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gdntune.device.arch import Device
-from gdntune.errors import UnsupportedProblem, listed
+from gdntune.errors import UnsupportedProblem
+from gdntune.kernels.dependent_launch import in_every_form, pdl_fault, pdl_knob, under
 from gdntune.kernels.facts import compiled_tokens, facts
 from gdntune.kernels.spec import Block, Kernel, knob
 from gdntune.problem import ITEMSIZE, Contract
-
-PDL = ("none", "first", "state")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +56,7 @@ class Knobs:
         "intermediate=slots: a warp reads a request's slots at once; else each where it is needed",
         default=False,
     )
-    pdl: str = knob(
-        "pdl",
-        "programmatic dependent launch: `none`; `first` waits for the kernel ahead before its first"
-        " load, `state` after indices and state are asked for, which that kernel must not write",
-        default="none",
-    )
+    pdl: str = pdl_knob()
 
 
 def held_rows(c: Contract, s: Knobs) -> int:
@@ -153,8 +147,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return (
             f"row=True with intermediate={c.intermediate}: expected slots, of which a row is read"
         )
-    if s.pdl not in PDL:
-        return f"pdl={s.pdl!r}: expected one of {listed(PDL)}"
+    if fault := pdl_fault(s):
+        return fault
     if s.pdl == "state" and not s.early:
         return "pdl='state' without early=True: the state's loads stand before the gates'"
     rows = chunk_rows(c, s)
@@ -338,17 +332,7 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     found = [s for s in _candidates(c) if not refuse(c, s) and why_left_out(c, s) is None]
     if c.intermediate == "slots":
         found += [dataclasses.replace(s, row=True) for s in found if s.early]
-    dependent = (dataclasses.replace(s, pdl=p) for p in PDL[1:] for s in found)
-    return (*found, *(s for s in dependent if not refuse(c, s)))
-
-
-def under(s: Knobs, l2: str) -> bool:
-    """Whether a setting's times mean something under an L2 policy.
-
-    A kernel that starts before the one ahead ends waits within its own time; what that is worth to
-    a model shows in a chain alone.
-    """
-    return s.pdl == "none" or l2 == "chain"
+    return tuple(s for s in in_every_form(found) if not refuse(c, s))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Ring(WYBlock):
     """The compile-time facts of one object."""
 
     def __init__(self, facts: dict, knobs: dict):
-        super().__init__(facts, {**knobs, "passes": 1})
+        super().__init__(facts, {**knobs, "passes": 1, "pdl": "none"})
         self.ring, self.u_dtype = facts["ring"], decode.DTYPES[facts["ring_dtype"]]
         s = self.shape
         self.keys = KeyShape(

@@ -31,7 +31,9 @@ class WY(decode.Decode):
 
     def __init__(self, facts: dict, knobs: dict):
         self.rows, self.warps, self.passes = knobs["rows"], knobs["warps"], knobs["passes"]
-        super().__init__(facts, self.rows * self.passes * self.warps, 32 * self.warps, knobs["registers"])
+        super().__init__(
+            facts, self.rows * self.passes * self.warps, 32 * self.warps, knobs["registers"], pdl=knobs["pdl"]
+        )  # fmt: skip
         self.dtype = decode.DTYPES[facts["input_dtype"]]
         # terms of bf16, 8 bits each, that hold a state's significand
         self.terms = {"bf16": 1, "fp16": 2, "fp32": 3}[facts["state_dtype"]]
@@ -303,6 +305,24 @@ class WY(decode.Decode):
                         y = self.pair(raw, self.run_at(2 * m + half, r) + 2 * i)
                         y.store(self.pair(x, 2 * half).load().to(self.state_dtype))
 
+    @cute.jit
+    def load_inputs(self, q, k, v, a, b, ni, t0, length, hq, hv, row0, row, wl, g, c):
+        """Issues the loads of what the tokens bring: a thread's share of k and q, a token's gate and beta a lane, a row of v."""
+        per_token = const_expr(self.tiles * self.runs * self.vec)
+        rk = cute.make_rmem_tensor((per_token,), self.dtype)
+        rq = cute.make_rmem_tensor((per_token,), self.dtype)
+        self.read_keys(k, ni, t0, length, hq, g, c, rk)
+        self.read_keys(q, ni, t0, length, hq, g, c, rq)
+        ga = F32(0.0)
+        gb = F32(0.0)
+        if wl < length:
+            ga = a[ni, t0 + wl, hv].to(F32)
+            gb = b[ni, t0 + wl, hv].to(F32)
+        rv = cute.make_rmem_tensor((self.tokens,), v.element_type)
+        rv.fill(0)
+        self.read_values(v, ni, t0, length, hv, row0 + row, rv)
+        return rk, rq, ga, gb, rv
+
     @cute.kernel
     def kernel(
         self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
@@ -317,6 +337,7 @@ class WY(decode.Decode):
         g = wl // 4
         c = wl % 4
         hq, _ = divmod(hv, heads)
+        self.await_producer("first")
         slot, write_slot = self.slots_of(n, read_index, write_index, slot_index, accepted, columns)
         # the state's address waits for this: nothing may be computed before it that does not serve it
         cute.arch.sync_warp()
@@ -328,19 +349,9 @@ class WY(decode.Decode):
         row0 = v0 + w * self.rows * self.passes
         A = F32(0.0) if const_expr(A_log is None) else A_log[hv].to(F32)
         bias = F32(0.0) if const_expr(dt_bias is None) else dt_bias[hv].to(F32)
-        per_token = const_expr(self.tiles * self.runs * self.vec)
-        rk = cute.make_rmem_tensor((per_token,), self.dtype)
-        rq = cute.make_rmem_tensor((per_token,), self.dtype)
-        self.read_keys(k, ni, t0, length, hq, g, c, rk)
-        self.read_keys(q, ni, t0, length, hq, g, c, rq)
-        ga = F32(0.0)
-        gb = F32(0.0)
-        if wl < length:
-            ga = a[ni, t0 + wl, hv].to(F32)
-            gb = b[ni, t0 + wl, hv].to(F32)
-        rv = cute.make_rmem_tensor((self.tokens,), v.element_type)
-        rv.fill(0)
-        self.read_values(v, ni, t0, length, hv, row0 + row, rv)
+        early = None
+        if const_expr(self.pdl != "state"):
+            early = self.load_inputs(q, k, v, a, b, ni, t0, length, hq, hv, row0, row, wl, g, c)
         cute.arch.sync_warp()
 
         live, writes = self.named(slot, write_slot, slots, null_index)
@@ -348,6 +359,11 @@ class WY(decode.Decode):
             source = state[Int64(slot), hv, None, None]
             raw = cute.make_rmem_tensor((self.octets * self.runs * self.vec,), self.state_dtype)
             self.copy_state(source, raw, row0, g, c, False)
+            inputs = early
+            if const_expr(self.pdl == "state"):
+                self.await_producer("state")
+                inputs = self.load_inputs(q, k, v, a, b, ni, t0, length, hq, hv, row0, row, wl, g, c)
+            rk, rq, ga, gb, rv = inputs
             # what follows does not move across this: it would wait for k before the state is asked for
             cute.arch.sync_warp()
             smem = SmemAllocator()
@@ -368,7 +384,7 @@ class WY(decode.Decode):
             if wl < length:
                 decay = gates.decay(self.gate, ga, A, bias, softplus_beta, softplus_threshold, lower_bound)
                 beta = self.beta_of(gb, beta_scale)
-            rx = cute.make_rmem_tensor((2 * per_token,), self.dtype)
+            rx = cute.make_rmem_tensor((2 * self.tiles * self.runs * self.vec,), self.dtype)
             self.gather(rk, rq, rx)
             total = self.write_coefficients(rk, rq, rx, decay, beta, scale, use_qk_l2norm, wl, g, c, sL, sE, sT)
             for it in cutlass.range_constexpr(self.passes):
@@ -395,6 +411,7 @@ class WY(decode.Decode):
                         self.copy_state(state[Int64(write_slot), hv, None, None], raw, first, g, c, True)
                 raw = ahead
         else:
+            self.await_producer("state")
             self.zero_rows(output, ni, t0, length, hv, v0, tid)
 
 

@@ -12,7 +12,7 @@ of V and all of K, `rows` at a time. Operands are bf16, sums fp32: what is wider
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -50,6 +50,15 @@ class Span:
         return self.first + (t if self.ragged else cutlass.min(t, self.length - 1))
 
 
+class Inputs(NamedTuple):
+    """What the tokens bring, as it comes: the stage's share, a token's gate and beta a lane, a row of v."""
+
+    keys: Any
+    gate: Any
+    beta: Any
+    values: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """A warp's shared memory: projections p [rows, 2N + 4] fp32, and u [rows, .] bf16, its terms for the final state."""
@@ -65,7 +74,11 @@ class WYBlock(decode.Decode):
         self.rows, self.row_warps, self.passes = knobs["rows"], knobs["warps"], knobs["passes"]
         threads = knobs["threads"]
         super().__init__(
-            facts, self.rows * self.row_warps * self.passes, threads, knobs["registers"]
+            facts,
+            self.rows * self.row_warps * self.passes,
+            threads,
+            knobs["registers"],
+            pdl=knobs["pdl"],
         )
         self.state_terms = TERMS[facts["state_dtype"]]
         vec = 16 // (self.state_dtype.width // 8)
@@ -365,6 +378,16 @@ class WYBlock(decode.Decode):
                 ga = a[span.row, span.token(lane), hv].to(F32)
         return ga, gb
 
+    @cute.jit
+    def load_inputs(self, q, k, v, a, b, span, hq, hv, row0, row, th):
+        """Issues the loads of what the tokens bring; row: the thread's, of its warp's from row0 on."""
+        if const_expr(self.per_k):
+            keys = self.stage.load(k, q, a, span, hq, hv, th)
+        else:
+            keys = self.stage.load(k, q, span, hq, th.tid)
+        gate, beta = self.load_gates(a, b, span, hv, th.lane)
+        return Inputs(keys, gate, beta, self.load_values(v, span, hv, row0 + row))
+
     def rows_memory(self, smem, warp) -> Rows:
         """A warp's own shared memory; warps without rows are given the last one's."""
         W, R, N = self.row_warps, self.rows, self.shape.N
@@ -387,6 +410,7 @@ class WYBlock(decode.Decode):
         th = fr.Thread.here()
         vt, hv, n = self.place()
         hq, _ = divmod(hv, heads)
+        self.await_producer("first")
         slot, write_slot = self.slots_of(n, read_index, write_index, slot_index, accepted, columns)
         # the state's address waits for this: nothing may be computed before it that does not serve it
         cute.arch.sync_warp()
@@ -408,38 +432,51 @@ class WYBlock(decode.Decode):
         bias = None
         if const_expr(self.per_k):
             bias = self.stage.bias(dt_bias, dh, th)
-            loaded = self.stage.load(k, q, a, span, hq, hv, th)
-        else:
-            if const_expr(dt_bias is not None):
-                bias = dt_bias[dh].to(F32)
-            loaded = self.stage.load(k, q, span, hq, th.tid)
-        ga, gb = self.load_gates(a, b, span, hv, th.lane)
-        values = self.load_values(v, span, hv, row0 + row)
+        elif const_expr(dt_bias is not None):
+            bias = dt_bias[dh].to(F32)
+        early = None
+        if const_expr(self.pdl != "state"):
+            early = self.load_inputs(q, k, v, a, b, span, hq, hv, row0, row, th)
         cute.arch.sync_warp()
 
         live, writes = self.named(slot, write_slot, slots, null_index)
         if live:
             source = state[Int64(slot), hv, None, None]
             came = self.load_state(source, row0, th)
+            inputs = early
+            if const_expr(self.pdl == "state"):
+                self.await_producer("state")
+                inputs = self.load_inputs(q, k, v, a, b, span, hq, hv, row0, row, th)
             # what follows does not move across this: it would wait for k before the state is asked for
             cute.arch.sync_warp()
             smem = SmemAllocator()
             o = allocate(smem, self.shape, self.per_k, self.update, k.element_type)
             sm = self.rows_memory(smem, th.warp)
-            beta = cutlass.select_(th.lane < length, self.beta_of(gb, beta_scale), F32(0.0))
+            beta = cutlass.select_(
+                th.lane < length, self.beta_of(inputs.beta, beta_scale), F32(0.0)
+            )
             decay = F32(1.0)
             if const_expr(self.per_k):
                 self.stage.fill(
-                    loaded, A, bias, o, span, th, softplus_beta, softplus_threshold, lower_bound
+                    inputs.keys,
+                    A,
+                    bias,
+                    o,
+                    span,
+                    th,
+                    softplus_beta,
+                    softplus_threshold,
+                    lower_bound,
                 )
             else:
                 decay = gates.decay(
-                    self.gate, ga, A, bias, softplus_beta, softplus_threshold, lower_bound
+                    self.gate, inputs.gate, A, bias, softplus_beta, softplus_threshold, lower_bound
                 )
                 decay = cutlass.select_(th.lane < length, decay, F32(1.0))
-                self.stage.fill(loaded, o, th.tid)
+                self.stage.fill(inputs.keys, o, th.tid)
             cute.arch.sync_threads()
             self.stage.combine(o, th, decay, beta, scale, use_qk_l2norm)
+            values = inputs.values
             for it in cutlass.range_constexpr(self.passes):
                 first = row0 + it * self.rows
                 raw = self.turned(came)
@@ -464,6 +501,7 @@ class WYBlock(decode.Decode):
                                 raw, state[Int64(write_slot), hv, None, None], first, th
                             )
         else:
+            self.await_producer("state")
             self.zero_rows(output, ni, t0, length, hv, v0, th.tid)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 from gdntune.device.arch import Device
 from gdntune.errors import UnsupportedProblem
+from gdntune.kernels.dependent_launch import in_every_form, pdl_fault, pdl_knob, under
 from gdntune.kernels.facts import compiled_tokens, facts
 from gdntune.kernels.spec import Block, Facts, Kernel, knob
 from gdntune.problem import ITEMSIZE, Contract
@@ -27,6 +28,7 @@ class Knobs:
     registers: int = knob(
         "rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0
     )
+    pdl: str = pdl_knob()
 
 
 def refuse(c: Contract, s: Knobs) -> str | None:
@@ -48,6 +50,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
     ):
         if given not in expected:
             return f"{name}={given}: expected one of {', '.join(map(str, expected))}"
+    if fault := pdl_fault(s):
+        return fault
     if 32 * s.warps > s.threads:
         return f"warps={s.warps} with threads={s.threads}: expected at most {s.threads // 32}"
     # Warps without rows of their own redo the last warp's, and in a second pass would overwrite what
@@ -99,7 +103,7 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     tried += [Knobs(16, 8, 256), Knobs(16, 2)]
     if c.mode == "frozen":
         tried.append(Knobs(16, 4, passes=2, registers=96))
-    return tuple(s for s in dict.fromkeys(tried) if not refuse(c, s))
+    return in_every_form([s for s in dict.fromkeys(tried) if not refuse(c, s)])
 
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
@@ -127,4 +131,5 @@ KERNEL = Kernel(
     compiler="gdntune.kernels.wy_block:compile",
     sources=("gdntune.kernels.wy_block",),
     block=block,
+    under=under,
 )

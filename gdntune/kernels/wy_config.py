@@ -4,6 +4,7 @@ import dataclasses
 
 from gdntune.device.arch import Device
 from gdntune.errors import UnsupportedProblem
+from gdntune.kernels.dependent_launch import in_every_form, pdl_fault, pdl_knob, under
 from gdntune.kernels.facts import compiled_tokens, facts
 from gdntune.kernels.spec import Block, Facts, Kernel, knob
 from gdntune.problem import ITEMSIZE, Contract
@@ -23,6 +24,7 @@ class Knobs:
     registers: int = knob(
         "rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0
     )
+    pdl: str = pdl_knob()
 
 
 def refuse(c: Contract, s: Knobs) -> str | None:
@@ -51,6 +53,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         )
     if s.registers not in (0, 128, 168):
         return f"registers={s.registers}: expected one of 0, 128, 168"
+    if fault := pdl_fault(s):
+        return fault
     if s.passes not in (1, 2, 4, 8):
         return f"passes={s.passes}: expected one of 1, 2, 4, 8"
     if c.V % (s.rows * s.warps * s.passes):
@@ -116,7 +120,7 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
         for r in registers
         for w in warps
     )
-    return tuple(s for s in settings if not refuse(c, s))
+    return in_every_form([s for s in settings if not refuse(c, s)])
 
 
 def space_of_default(c: Contract) -> list[Knobs]:
@@ -172,4 +176,5 @@ KERNEL = Kernel(
     sources=("gdntune.kernels.wy",),
     leads=leads,
     block=block,
+    under=under,
 )

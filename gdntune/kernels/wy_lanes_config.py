@@ -3,9 +3,9 @@
 import dataclasses
 
 from gdntune.device.arch import Device
-from gdntune.errors import UnsupportedProblem, listed
+from gdntune.errors import UnsupportedProblem
+from gdntune.kernels.dependent_launch import in_every_form, pdl_fault, pdl_knob, under
 from gdntune.kernels.facts import facts
-from gdntune.kernels.recurrent_config import PDL, under
 from gdntune.kernels.spec import Block, Facts, Kernel, knob
 from gdntune.problem import ITEMSIZE, Contract
 
@@ -22,12 +22,7 @@ class Knobs:
         "a block's warps share the sums over q and k; else every row's threads take all",
         default=False,
     )
-    pdl: str = knob(
-        "pdl",
-        "programmatic dependent launch: `none`; `first` waits for the kernel ahead before its first"
-        " load, `state` after indices and state are asked for, which that kernel must not write",
-        default="none",
-    )
+    pdl: str = pdl_knob()
 
 
 def refuse(c: Contract, s: Knobs) -> str | None:
@@ -51,8 +46,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return (
             "shared=True of one warp: there is no other to share with, expected threads from 64 on"
         )
-    if s.pdl not in PDL:
-        return f"pdl={s.pdl!r}: expected one of {listed(PDL)}"
+    if fault := pdl_fault(s):
+        return fault
     if c.V % (s.threads // s.lanes * s.ilp):
         return f"V={c.V} is not a multiple of threads/lanes*ilp={s.threads // s.lanes * s.ilp}"
     held = c.K // s.lanes * (2 * c.tokens + s.ilp)
@@ -76,14 +71,13 @@ def block(c: Contract, s: Knobs) -> Block:
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
     settings = (
-        Knobs(ilp, lanes, threads, shared, pdl)
-        for pdl in PDL
+        Knobs(ilp, lanes, threads, shared)
         for shared in (False, True)
         for threads in (128, 64, 256)
         for lanes in (16, 8, 4)
         for ilp in (1, 2, 4)
     )
-    return tuple(s for s in settings if not refuse(c, s))
+    return in_every_form([s for s in settings if not refuse(c, s)])
 
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:

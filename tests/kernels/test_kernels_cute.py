@@ -220,8 +220,16 @@ def test_the_default_serves_what_a_space_leaves_out():
     assert (many.spread, few.spread) == (True, False)
 
 
-NEW_KNOBS = {"recurrent": ("row", "pdl"), "wy_lanes": ("pdl",)}
+NEW_KNOBS = {
+    "recurrent": ("row", "pdl"),
+    "wy": ("pdl",),
+    "wy_block": ("pdl",),
+    "wy_lanes": ("pdl",),
+}
 SLOTS = Contract(tokens=3, intermediate="slots", mode="frozen", accepted=True)
+SEVERAL = Contract(tokens=8)
+# a contract that each of these serves
+SERVED = {"recurrent": SLOTS, "wy": SEVERAL, "wy_block": SEVERAL, "wy_lanes": SLOTS}
 
 
 @pytest.mark.parametrize("name", NEW_KNOBS)
@@ -229,15 +237,15 @@ def test_a_table_of_fewer_knobs_names_the_same_objects(name):
     """A knob that a later version adds is at its default in an earlier version's table: the ids and
     the objects stay, else each such table would be void.
     """
-    device, kernel = arch.target("sm_90a"), kernels.get(name)
-    for now in kernel.variants(SLOTS, device):
+    device, kernel, contract = arch.target("sm_90a"), kernels.get(name), SERVED[name]
+    for now in kernel.variants(contract, device):
         if any(now.knobs[k] not in (False, "none") for k in NEW_KNOBS[name]):
             continue
         fewer = {k: v for k, v in now.knobs.items() if k not in NEW_KNOBS[name]}
         then = Variant(name, now.id, fewer)
         assert kernel.variant(kernel.setting(fewer)).id == now.id
         assert kernel.named(then) is None
-        specs = [object_spec(kernel, SLOTS, v, device) for v in (then, now)]
+        specs = [object_spec(kernel, contract, v, device) for v in (then, now)]
         assert specs[0].key == specs[1].key
 
 
@@ -246,15 +254,15 @@ def test_dependent_launch_is_tried_under_chain_alone(name):
     """Its own time of a kernel that waits within it says nothing of what it is worth; and no rule
     chooses it unasked.
     """
-    device, kernel = arch.target("sm_90a"), kernels.get(name)
+    device, kernel, contract = arch.target("sm_90a"), kernels.get(name), SERVED[name]
 
     def forms(l2):
-        return {v.knobs["pdl"] for v in kernel.variants(SLOTS, device, l2)}
+        return {v.knobs["pdl"] for v in kernel.variants(contract, device, l2)}
 
     assert forms("cold-clean") == forms("warm") == {"none"}
     assert forms("chain") == {"none", "first", "state"}
     for exponent in range(14):
-        assert kernel.default(SLOTS, 1 << exponent, device).pdl == "none"
+        assert kernel.default(contract, 1 << exponent, device).pdl == "none"
 
 
 def test_rows_of_slots_are_tried_where_there_are_slots():
@@ -274,8 +282,16 @@ def _until_it_waits(ptx):
     return [re.findall(r"ld\.global[.\w]*", part) for part in (before, after)]
 
 
-@pytest.mark.parametrize(("name", "contract"), [("recurrent", Contract()), ("wy_lanes", SLOTS)])
-def test_where_a_dependent_launch_waits(name, contract, ptx_of):
+@pytest.mark.parametrize(
+    ("name", "contract", "vectors"),
+    [
+        ("recurrent", Contract(), 8),
+        ("wy_lanes", SLOTS, 1),
+        ("wy", SEVERAL, 16),
+        ("wy_block", SEVERAL, 16),
+    ],
+)
+def test_where_a_dependent_launch_waits(name, contract, vectors, ptx_of):
     """`first`: nothing is loaded before the wait. `state`: indices and the state are, q, k, v and
     the gates are not. `none`: no wait.
     """
@@ -285,9 +301,9 @@ def test_where_a_dependent_launch_waits(name, contract, ptx_of):
     in_all = len(after)
     before, after = _until_it_waits(ptx_of(contract, name, pdl="state"))
     # vectors of the state that a thread holds
-    assert sum(".v" in load for load in before) == {"recurrent": 8, "wy_lanes": 1}[name]
+    assert sum(".v" in load for load in before) == vectors
     # q, k and v of each token, and its gates, by whoever reads them
-    assert sum(".v" in load for load in after) >= 2 * contract.tokens
+    assert len(after) >= contract.tokens + 4
     assert len(before) + len(after) == in_all
 
 

@@ -47,6 +47,7 @@ def load(i: Instruction, program: Program) -> Step:
 
     def run(grid: "Grid", threads: Threads) -> None:
         memory, at = _place(i, grid, threads, where(grid))
+        grid.ahead.require_load(i, grid, threads, memory, at)
         raw = memory.load(at, width, threads.lanes, grid.where(i, threads))
         values = raw.view(TYPES[kind])
         for n, put in enumerate(into):
@@ -79,6 +80,8 @@ def store(i: Instruction, program: Program) -> Step:
 
     def run(grid: "Grid", threads: Threads) -> None:
         memory, at = _place(i, grid, threads, where(grid))
+        if memory is grid.memory:
+            grid.ahead.require(i, grid, threads, "a store")
         columns = [threads.of(get(grid)).view(UNSIGNED[size(kind)]) for get in sources]
         values = np.stack(columns, 1).view(np.uint8)
         memory.store(at, values, threads.lanes, grid.where(i, threads))

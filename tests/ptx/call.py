@@ -14,6 +14,9 @@ from .build import Compiled
 from .memory import Global
 from .program import Program, parse
 
+# What a model's kernel just before this one writes. Indices, states and parameters are older.
+AHEAD = ("q", "k", "v", "a", "b", "mixed_qkv", "output_gate")
+
 
 @cache
 def program_of(ptx: str) -> Program:
@@ -26,7 +29,8 @@ class Interpreted:
 
     names: those of the arguments. writable: arguments that may be written to; a store into another
     one is a fault, as is any access beyond a tensor's elements. spread: arguments whose strides
-    are 64-bit, and are made so large that they must be. ptx: in place of the object's own.
+    are 64-bit, and are made so large that they must be. ahead: those that the kernel before this
+    one writes. ptx: in place of the object's own.
     """
 
     def __init__(
@@ -35,16 +39,18 @@ class Interpreted:
         names: Sequence[str],
         writable: Iterable[str],
         spread: Iterable[str],
+        ahead: Iterable[str] = (),
         ptx: str | None = None,
     ):
         self.compiled, self.names = compiled, names
         self.writable, self.spread = frozenset(writable), frozenset(spread)
+        self.ahead = frozenset(ahead)
         self.program = program_of(ptx or compiled.ptx)
 
     def __call__(self, *arguments: Any) -> None:
         named = dict(zip(self.names, arguments, strict=True))
         tensors = {n: x for n, x in named.items() if isinstance(x, torch.Tensor)}
-        memory = Global(tensors, self.writable & tensors.keys(), self.spread)
+        memory = Global(tensors, self.writable & tensors.keys(), self.spread, self.ahead)
         handed = [
             host.DeviceTensor(x, *memory.shown(n, x)) if n in tensors else x
             for n, x in named.items()
@@ -66,10 +72,10 @@ def decode(compiled: Compiled, contract: Contract, ptx: str | None = None) -> In
     spread += ["mixed_qkv", "conv_state", "ring_k", "ring_u", "ring_decay"]
     if contract.op == "kda_decode":
         spread.append("a")
-    return Interpreted(compiled, arguments_of(contract), writable, spread, ptx)
+    return Interpreted(compiled, arguments_of(contract), writable, spread, AHEAD, ptx)
 
 
 def floor(compiled: Compiled, contract: Contract, ptx: str | None = None) -> Interpreted:
     """A floor kernel."""
     writable = ["intermediate", "sink", *(["state"] if contract.mode == "update" else [])]
-    return Interpreted(compiled, FLOOR_ARGUMENTS, writable, ["state", "intermediate"], ptx)
+    return Interpreted(compiled, FLOOR_ARGUMENTS, writable, ["state", "intermediate"], ptx=ptx)

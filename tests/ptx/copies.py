@@ -95,7 +95,9 @@ def _start(i: Instruction, program: Program) -> Step:
         some = read > 0  # the others bring zeros
         if some.any():
             at, lanes = threads.of(source(grid))[some], threads.lanes[some]
-            where = grid.where(i, Threads.of_lanes(lanes, grid.size))
+            copying = Threads.of_lanes(lanes, grid.size)
+            where = grid.where(i, copying)
+            grid.ahead.require_load(i, grid, copying, grid.memory, at)
             values[some] = grid.memory.load(at, width, lanes, where)
         grid.copies.start(grid.in_shared(to(grid), threads), values, threads.lanes)
 

@@ -6,13 +6,14 @@ or a loop. What a whole warp must take together waits until the warp is there.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from . import instructions
 from .clusters import Clusters
 from .copies import Copies
+from .dependent import Ahead
 from .faults import Fault, Unmodelled
 from .memory import Global, Shared
 from .program import SHARED_BASE, Instruction, Program
@@ -27,7 +28,8 @@ LIMIT = 200_000
 @dataclass(frozen=True)
 class Launch:
     """What a kernel is launched with: blocks and threads along x, y and z, bytes of dynamic shared
-    memory, each parameter's bytes, and the blocks of a cluster.
+    memory, each parameter's bytes, the blocks of a cluster, and whether it may start before the
+    kernel ahead ends.
     """
 
     grid: tuple[int, int, int]
@@ -35,7 +37,7 @@ class Launch:
     shared_bytes: int
     parameters: tuple[bytes, ...]
     cluster: int = 1
-    attributes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    dependent: bool = False
 
 
 class Grid:
@@ -60,6 +62,7 @@ class Grid:
         memory.races = Races(self.clock, memory.bytes.size - memory.watched)
         self.copies = Copies(self.size)
         self.clusters = Clusters(launch.cluster, self.blocks, self.threads)
+        self.ahead = Ahead(self.size, launch.dependent)
         self._steps = [instructions.step(i, program) for i in program.instructions]
         self._ready: dict[int, Array] = {}
         self._torn: dict[int, Array] = {}
@@ -196,6 +199,7 @@ def _branch(grid: Grid, at: int, i: Instruction, threads: Threads, taking: Threa
 
 def _end(grid: Grid, at: int, i: Instruction, threads: Threads, taking: Threads) -> None:
     grid.copies.require_none(grid, i, taking)
+    grid.ahead.require(i, grid, taking, "an end")
     grid.go(at + 1, threads.mask & ~taking.mask)
 
 

@@ -6,7 +6,7 @@ would be, at addresses of this process, and hands its launch to Python.
 
 import ctypes
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ _DTYPES = {
     torch.float32: (2, 32),
     torch.int32: (0, 32),
 }
-# cudaLaunchAttributeClusterDimension, and the bytes of an attribute
-_CLUSTER, _ATTRIBUTE = 4, 72
+# cudaLaunchAttributeClusterDimension and -ProgrammaticStreamSerialization; bytes of an attribute
+_CLUSTER, _DEPENDENT, _ATTRIBUTE = 4, 6, 72
 
 
 class _Config(ctypes.Structure):
@@ -89,8 +89,9 @@ def launch_of(library: Path, function: str, arguments: Sequence[Any], program: P
     def launched(config: Any, parameters: Any) -> None:
         c = config.contents
         raw = [ctypes.string_at(parameters[n], p.size) for n, p in enumerate(program.parameters)]
-        launch = Launch(tuple(c.grid), tuple(c.block), c.shared_bytes, tuple(raw), _cluster(c))
-        found.append(launch)
+        dependent = any(first for (first, *_) in _attributes(c, _DEPENDENT))
+        shape = tuple(c.grid), tuple(c.block)
+        found.append(Launch(*shape, c.shared_bytes, tuple(raw), _cluster(c), dependent))
 
     symbols, module = _loaded(library)
     callback: Callable[..., None] = _LAUNCHED(launched)
@@ -101,13 +102,18 @@ def launch_of(library: Path, function: str, arguments: Sequence[Any], program: P
     return found[0]
 
 
-def _cluster(config: _Config) -> int:
-    """Blocks of a cluster; Unmodelled for those that lie along y or z."""
+def _attributes(config: _Config, kind: int) -> Iterator[list[int]]:
+    """The first three words of each of a launch's attributes of one kind."""
     for n in range(config.attribute_count):
         at = config.attributes + n * _ATTRIBUTE
-        if ctypes.c_uint32.from_address(at).value == _CLUSTER:
-            size = (ctypes.c_uint32 * 3).from_address(at + 8)
-            if max(size[1:]) > 1:
-                raise Unmodelled(f"clusters of {list(size)} blocks")
-            return size[0]
+        if ctypes.c_uint32.from_address(at).value == kind:
+            yield list((ctypes.c_uint32 * 3).from_address(at + 8))
+
+
+def _cluster(config: _Config) -> int:
+    """Blocks of a cluster; Unmodelled for those that lie along y or z."""
+    for size in _attributes(config, _CLUSTER):
+        if max(size[1:]) > 1:
+            raise Unmodelled(f"clusters of {size} blocks")
+        return size[0]
     return 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import accesses, clusters, copies, warps
+from . import accesses, clusters, copies, dependent, warps
 from .arithmetic import comparison, computation
 from .faults import Unmodelled
 from .operands import Step, names, reader, writer
@@ -29,7 +29,7 @@ def _barrier(i: Instruction, program: Program) -> Step:
 
 
 def _nothing(i: Instruction, program: Program) -> Step:
-    """What changes no value here: hints, fences, and the order of dependent launches."""
+    """What changes no value here: hints and fences."""
     return Step(lambda grid, threads: None)
 
 
@@ -137,7 +137,7 @@ TABLE: dict[str, Build] = {
     "ldmatrix": warps.load_matrices,
     "stmatrix": warps.store_matrices,
     "prefetch": _nothing,
-    "griddepcontrol": _nothing,
+    "griddepcontrol": dependent.control,
     "membar": _nothing,
     "fence": _nothing,
     "nanosleep": _nothing,

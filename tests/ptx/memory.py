@@ -16,7 +16,7 @@ from .faults import Fault
 from .races import Races
 from .values import UNSIGNED, Array
 
-READ, WRITE = 1, 2
+READ, WRITE, AHEAD = 1, 2, 4
 # Bytes between two tensors, and the multiple that each begins at: what allocators promise.
 GUARD = 256
 PLAIN_BASE = 1 << 40
@@ -40,6 +40,12 @@ class Memory:
     def describe(self, address: int) -> str:
         """Where an address lies, in words."""
         return f"byte {address - self.base} of {self.name} memory"
+
+    def written_ahead(self, addresses: Array) -> Array:
+        """Whether the kernel ahead writes what lies at addresses."""
+        offset = self._offsets(addresses)
+        inside = (offset >= 0) & (offset < self.bytes.size)
+        return inside & (self.allowed[np.where(inside, offset, 0)] & AHEAD != 0)
 
     def _offsets(self, addresses: Array) -> Array:
         """Where addresses lie in `bytes`; outside of them where they are none of ours."""
@@ -139,13 +145,18 @@ class Global(Memory):
     Tensors that share a storage share its copy. A byte may be read where an element of a tensor
     lies, and written where the tensor is among `writable`. Those among `spread` are shown to the
     kernel with 2^32 elements and more between neighbours along their first dimension (of one that
-    has size 1, the second), so that an offset that was cut to 32 bits is seen.
+    has size 1, the second), so that an offset that was cut to 32 bits is seen. Those `ahead` are
+    written by the kernel before this one.
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], writable: Iterable[str], spread: Iterable[str]
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        writable: Iterable[str],
+        spread: Iterable[str],
+        ahead: Iterable[str] = (),
     ):
-        writable = set(writable)
+        writable, ahead = set(writable), set(ahead)
         # those that may be written lie last, so that one number says what is watched for races
         names = sorted(tensors, key=lambda n: n in writable)
         self._storages: dict[int, tuple[int, torch.Tensor]] = {}
@@ -164,7 +175,8 @@ class Global(Memory):
             raw = _raw(x)
             self.bytes[first : first + raw.size] = raw
         for name in names:
-            self._allow(name, tensors[name], READ | (WRITE if name in writable else 0))
+            how = READ | (WRITE if name in writable else 0) | (AHEAD if name in ahead else 0)
+            self._allow(name, tensors[name], how)
         for name in sorted(set(spread) & tensors.keys()):
             self._spread[name] = self._spread_out(tensors[name])
         self._columns = np.array(list(self._spread.values()), np.int64).reshape(-1, 5).T

@@ -6,18 +6,35 @@ Every edit must find its place in the text, so that none is a kernel unchanged.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gdntune.problem import Contract
 
 Edit = Callable[[str], str]
 
-# The kernels that are edited: T = 1, a loop over tokens, warps that share a row, tensor cores.
-ONE = ("recurrent", Contract())
-LOOP = ("recurrent", Contract(tokens=4, intermediate="dense"))
-SPLIT = ("recurrent", Contract("kda_decode", 3, gate="softplus", layout="v_last", K=64, V=64))
-WY = ("wy", Contract(tokens=8))
-BLOCK = ("wy_block", Contract(tokens=8))
-BLOCK_KDA = ("wy_block", Contract("kda_decode", 4, gate="softplus", K=64))
+
+class Base(NamedTuple):
+    """A kernel that is edited: its default setting for a contract, but for these knobs."""
+
+    kernel: str
+    contract: Contract
+    knobs: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def id(self) -> str:
+        """Its name among the tests."""
+        return "-".join([self.kernel, self.contract.key(), *(value for _, value in self.knobs)])
+
+
+# T = 1, a loop over tokens, warps that share a row, tensor cores, dependent launch.
+ONE = Base("recurrent", Contract())
+LOOP = Base("recurrent", Contract(tokens=4, intermediate="dense"))
+SPLIT = Base("recurrent", Contract("kda_decode", 3, gate="softplus", layout="v_last", K=64, V=64))
+WY = Base("wy", Contract(tokens=8))
+BLOCK = Base("wy_block", Contract(tokens=8))
+BLOCK_KDA = Base("wy_block", Contract("kda_decode", 4, gate="softplus", K=64))
+FIRST = Base("wy", Contract(tokens=4), (("pdl", "first"),))
+STATE = Base("wy_block", Contract(tokens=4), (("pdl", "state"),))
 
 
 @dataclass(frozen=True)
@@ -25,12 +42,12 @@ class Mutant:
     """A kernel, and how it is broken."""
 
     name: str
-    base: tuple[str, Contract]
+    base: Base
     edit: Edit
 
     @property
     def id(self) -> str:
-        return f"{self.base[0]}: {self.name}"
+        return f"{self.base.kernel}: {self.name}"
 
 
 def _replaced(pattern: str, new: str, which: int | None = None) -> Edit:
@@ -131,6 +148,15 @@ def _unguarded_state(text: str) -> str:
     raise ValueError("no branch around the state's stores")
 
 
+_WAIT = r"(?m)^\s*griddepcontrol\.wait;"
+
+
+def _waits_late(text: str) -> str:
+    """The first wait for the kernel ahead stands behind what it is for: before the first barrier."""
+    text = _replaced(_WAIT, "", 0)(text)
+    return _replaced(r"(?m)^\s*bar\.sync", r"\n\tgriddepcontrol.wait;\g<0>", 0)(text)
+
+
 MUTANTS = [
     Mutant("null_index is a slot like others", ONE, _compared_as(_scalar(0), "-77777")),
     Mutant("slots beyond the pool are read", ONE, _compared_as(_scalar(4), "2147483647")),
@@ -181,4 +207,15 @@ MUTANTS = [
     Mutant("a product is left out", BLOCK, _without_a_product),
     Mutant("no barrier after the staging", BLOCK_KDA, _dropped(r"bar\.sync", 0)),
     Mutant("decays in bf16", BLOCK_KDA, _in_bf16),
+    Mutant("no wait for the kernel ahead", FIRST, _replaced(_WAIT, "")),
+    Mutant("inputs are read before the wait", STATE, _waits_late),
+    Mutant("padding is written before the wait", STATE, _replaced(_WAIT, "", -1)),
+    Mutant(
+        "dependents start before the wait",
+        STATE,
+        _replaced(
+            r"(?s)griddepcontrol\.wait;(.*?)(griddepcontrol\.launch_dependents;)",
+            r"\2\1griddepcontrol.wait;",
+        ),
+    ),
 ]

@@ -1,5 +1,6 @@
 """Kernels broken on purpose are caught: by the reference, by bounds, or as a race."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -19,10 +20,11 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl has wheels for Linux a
 BASES = list(dict.fromkeys(m.base for m in MUTANTS))
 
 
-def variant_of(name, contract):
+def variant_of(base):
     """The variant whose text is edited."""
-    kernel = kernels.get(name)
-    return kernel.variant(kernel.default(contract, 64, arch.target(ARCH)))
+    kernel = kernels.get(base.kernel)
+    default = kernel.default(base.contract, 64, arch.target(ARCH))
+    return kernel.variant(dataclasses.replace(default, **dict(base.knobs)))
 
 
 @functools.cache
@@ -34,20 +36,20 @@ def checker(contract):
 @pytest.fixture(scope="module")
 def compiled(builder):
     """The good kernels, by base."""
-    started = {b: builder.start(spec_of(b[1], variant_of(*b))) for b in BASES}
+    started = {b: builder.start(spec_of(b.contract, variant_of(b))) for b in BASES}
     return {b: future.result() for b, future in started.items()}
 
 
-@pytest.mark.parametrize("base", BASES, ids=lambda b: f"{b[0]}-{b[1].key()}")
+@pytest.mark.parametrize("base", BASES, ids=lambda b: b.id)
 def test_good_kernels_pass(base, compiled):
     """What the mutants are made of is right."""
-    checker(base[1]).check(call.decode(compiled[base], base[1])).require()
+    checker(base.contract).check(call.decode(compiled[base], base.contract)).require()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.id)
 def test_mutants_are_caught(mutant, compiled, record_property):
     """A fault, or a verdict that is not ok, on one of the cases that every variant is checked on."""
-    good, contract = compiled[mutant.base], mutant.base[1]
+    good, contract = compiled[mutant.base], mutant.base.contract
     text = mutant.edit(good.ptx)
     assert text != good.ptx
     broken = call.decode(good, contract, text)

@@ -1,0 +1,41 @@
+"""The knob `pdl` of kernels that may start before the kernel ahead of them ends."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from gdntune.errors import listed
+from gdntune.kernels.spec import knob
+
+PDL = ("none", "first", "state")
+
+
+def pdl_knob() -> Any:
+    """The field of a knobs dataclass. `state` owes more than `first`: between two calls on one pool
+    lies a full dependency, and the kernel just ahead does not write the indices.
+    """
+    return knob(
+        "pdl",
+        "programmatic dependent launch: `none`; `first` waits for the kernel ahead before its first"
+        " load, `state` after indices and state are asked for, which that kernel must not write",
+        default="none",
+    )
+
+
+def pdl_fault(setting: Any) -> str | None:
+    """Why a setting's `pdl` is no such form, or None."""
+    return None if setting.pdl in PDL else f"pdl={setting.pdl!r}: expected one of {listed(PDL)}"
+
+
+def in_every_form(found: Sequence[Any]) -> tuple[Any, ...]:
+    """Settings without dependent launch, then with each form of it."""
+    return (*found, *(dataclasses.replace(s, pdl=p) for p in PDL[1:] for s in found))
+
+
+def under(setting: Any, l2: str) -> bool:
+    """Whether a setting's times mean something under an L2 policy.
+
+    A kernel that starts before the one ahead ends waits within its own time; what that is worth to
+    a model shows in a chain alone.
+    """
+    return setting.pdl == "none" or l2 == "chain"
