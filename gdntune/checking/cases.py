@@ -221,7 +221,8 @@ def make_case(
         case = dataclasses.replace(case, **rings, ring_base=index(base), ring_count=index(count))
         _poison_rings(case, plan)
     if c.conv != "none":
-        _settle(draw, case)
+        if o.settled:
+            _settle(draw, case)
         _poison_windows(case, plan)
     _poison_padding(case, plan, bounds)
     return case

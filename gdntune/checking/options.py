@@ -41,6 +41,8 @@ class Options:
     gate_shift: added to a. 2 makes decays of e^-0.4 to e^-4, which show errors of the gate best.
     extreme_gates: some gates at which exp overflows or vanishes.
     norm_eps: of a norm behind the delta rule.
+    settled: no convolution lies so near the middle between two numbers of the inputs' dtype that a
+        right kernel may round it to either; what is timed and not judged does without.
 
     Of a ring, whose requests have 0 to `ring` live entries each:
     flush_min: from so many on they are folded; None: as late as may be.
@@ -73,5 +75,6 @@ class Options:
     gate_shift: float = 0.0
     extreme_gates: bool = False
     norm_eps: float = 1e-6
+    settled: bool = True
     flush_min: int | None = None
     append: bool = True

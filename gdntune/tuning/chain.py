@@ -105,7 +105,13 @@ class Chain:
         self.layers = layers
         gap = SLOT_GAP_BYTES // ITEMSIZE[problem.contract.state_dtype]
         made = [
-            make_case(problem, place, seed=seed * CHAIN_LAYERS["cuda"] + layer, slot_stride_pad=gap)
+            make_case(
+                problem,
+                place,
+                seed=seed * CHAIN_LAYERS["cuda"] + layer,
+                slot_stride_pad=gap,
+                settled=False,
+            )
             for layer in range(layers)
         ]
         first = made[0]

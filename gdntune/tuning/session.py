@@ -216,8 +216,10 @@ class Session:
             self.chained.chain = chain = Chain(problem, self.place, turns, packed, seed, copy)
             return chain.cases
         if turns == 1:
-            return [make_case(problem, self.place, seed)]
-        return _rotated(make_case(problem, self.place, seed, slots=problem.B * turns))
+            return [make_case(problem, self.place, seed, settled=False)]
+        return _rotated(
+            make_case(problem, self.place, seed, slots=problem.B * turns, settled=False)
+        )
 
     def _turns(self, problem: Problem) -> int:
         """Turns of a walk through a pool so large that what a turn touched has left L2 before it
