@@ -66,7 +66,7 @@ UCACHE = Function(
     "gated_delta_rule_mtp_ucache_flush",
     tuple(
         "A_log a dt_bias q k v b scale output initial_state_source initial_state_indices k_cache"
-        " u_cache g_cache hist_len cache_base restart_hist_on_flush".split()
+        " u_cache g_cache hist_len cache_base flush_min restart_hist_on_flush".split()
     ),
 )
 # The function below both public ones of this name: packed rows of a decode cannot be taken for a
@@ -369,6 +369,66 @@ def _bind_ring(case: Case) -> Bound:
     return Bound(call, _first, cycle=cycle, steps=fixed)
 
 
+def _refuse_windows(p: Problem) -> str | None:
+    return _fault(p.contract, state_dtype=("bf16",), ring=(WINDOW,), tokens=(4, 8)) or _too_large(p)
+
+
+def _bind_windows(case: Case) -> Bound:
+    """The case's own windows, in its form: keys normalised, corrections by these, log decays summed
+    from the window's begin on.
+    """
+    function = UCACHE.load()
+    _always_normalised(case)
+    pool, states = _pool(case), dense_pool(case)
+    caches = _caches(case, len(states))
+    names = ("A_log", "a", "dt_bias", "q", "k", "v", "b", "scale", "output")
+    base, count = _window(case)
+    arguments = {name: getattr(case, name) for name in names} | {
+        "initial_state_source": states,
+        "initial_state_indices": pool["initial_state_indices"],
+        **caches,
+        "hist_len": count.to(torch.int32),
+        "cache_base": base.to(torch.int32),
+        "flush_min": min(case.flush_min, WINDOW + 1 - case.contract.tokens),
+        "restart_hist_on_flush": False,
+    }
+    rows = pool["initial_state_indices"]
+    call = functools.partial(function, **arguments)
+    return Bound(call, _first, lambda _: states, rows)
+
+
+def _window(case: Case) -> tuple[Tensor, Tensor]:
+    """Where each request's live entries begin, and how many they are; int64 [B]."""
+    assert case.ring_base is not None and case.ring_count is not None and case.ring_u is not None
+    base = case.ring_base.long().clamp(0, case.ring_u.shape[2] - 1)
+    return base, case.ring_count.long().clamp(0, WINDOW)
+
+
+def _caches(case: Case, slots: int) -> dict[str, Tensor]:
+    p, c = case.problem, case.contract
+    assert case.ring_k is not None and case.ring_u is not None and case.ring_decay is not None
+    base, count = _window(case)
+    entry = torch.arange(WINDOW, device=base.device)
+    ours, theirs = ((base[:, None] + entry) % size for size in (case.ring_u.shape[2], RING))
+    slot, live = slots_of(case).long()[:, None], (entry < count[:, None])[..., None]
+    k, u, decay = (x[slot, :, ours].float() for x in (case.ring_k, case.ring_u, case.ring_decay))
+    length = k.square().sum(-1, keepdim=True).add(1e-6).sqrt()
+    sums = torch.where(live, decay, 1.0).log().cumsum(1)
+    found = {
+        "k_cache": (k / length, (p.H, RING, c.K), case.q.dtype),
+        "u_cache": (
+            u * length.repeat_interleave(p.HV // p.H, 2), (p.HV, RING, c.V), case.q.dtype
+        ),
+        "g_cache": (sums, (p.HV, RING), torch.float32),
+    }  # fmt: skip
+    caches = {}
+    for name, (values, shape, dtype) in found.items():
+        cache = caches[name] = case.state.new_zeros(slots, *shape, dtype=dtype)
+        real = live if values.dim() == 3 else live[..., None]
+        cache[slot, :, theirs] = torch.where(real, values, 0.0).to(dtype)
+    return caches
+
+
 def _ring_extra_bytes(p: Problem) -> int:
     """In the mean over a cycle: rows of the ring read and appended, and the state read again and
     written once.
@@ -630,6 +690,17 @@ PEER = Peer(
             # It rounds A_log, dt_bias and the matrices of its products to bf16.
             tolerance=2e-2,
             functions=(UCACHE,),
+        ),
+        Entry(
+            "ucache_flush_by_windows",
+            _refuse_windows,
+            _bind_windows,
+            "gated_delta_rule_mtp_ucache_flush on the case's windows, in rings of its own;"
+            " corrections in bf16",
+            # It rounds A_log, dt_bias and the matrices of its products to bf16.
+            tolerance=2e-2,
+            functions=(UCACHE,),
+            kind="ring",
         ),
         Entry(
             "recurrent_kda",

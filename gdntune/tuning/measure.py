@@ -143,7 +143,7 @@ def time_cell(
         alone = session.timer.policy.timer in ("cupti", "events")
         recorder = graphs.GraphRecorder() if alone and any(map(probe.several, entries)) else None
         bound = probe.bind(entries, made, recorder)
-        cycles = [1] * (len(decode) + len(floors)) + bound.cycles
+        cycles = [made.cycle] * len(decode) + [1] * len(floors) + bound.cycles
         return CellTensors(made, [*made.calls, *floor_calls, *bound.calls], cycles)
 
     sets = [lay_out()]

@@ -18,6 +18,7 @@ from gdntune.errors import CheckFailed, GdntuneError
 from gdntune.kernels.spec import Variant
 from gdntune.peers.compare import Expected
 from gdntune.problem import Problem
+from gdntune.tuning import rings
 from gdntune.tuning.session import Calls, Session
 
 REASON_LENGTH = 500
@@ -121,18 +122,21 @@ def bind(entries: Sequence[Named], calls: Calls, recorder: Recorder | None = Non
     for peer, name in entries:
         entry = peers.get(peer).entry(name)
         bound = [entry.bind(case) for case in calls.cases]
-        several = len(bound) > 1
+        # Under `chain` and `rotate`; behind a ring the cases are steps.
+        several = len(bound) > 1 and calls.cycle == 1
         made = [b.at_layer(i) if several else b.call for i, b in enumerate(bound)]
         if several:
             for call in made:
                 call()
         turn: Callable[[int], Any] = partial(_turn, made, None)
+        if calls.cycle > 1:
+            turn = rings.in_turns(made)
         if entry.follows_ours:
             turn = partial(_turn, made, calls.calls[0])
         if recorder is not None and (entry.follows_ours or entry.several):
             turn = _replayed(turn, len(made), recorder)
         found.append(turn)
-        cycles.append(1 if several and bound[0].steps else bound[0].cycle)
+        cycles.append(1 if several and bound[0].steps else calls.cycle * bound[0].cycle)
     return BoundEntries(found, cycles)
 
 

@@ -4,6 +4,7 @@ Knows no kernel by name.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from gdntune.kernels.spec import Variant
 from gdntune.objects.store import Store, object_spec
 from gdntune.problem import Contract, Problem
 from gdntune.timing import TURNS, Policy, Timer, make_timer, measured_peaks
+from gdntune.tuning import rings
 
 if TYPE_CHECKING:
     from gdntune.tuning.chain import Chained
@@ -29,11 +31,13 @@ class Calls(NamedTuple):
     cases: what they share, one case for each turn of a walk through a pool, or for each layer of a
         chain; none for the floor.
     kept: the state of the first, as it was made, and as that of all others was.
+    cycle: calls until what one does comes again; behind a ring each of `cases` is a step of it.
     """
 
     calls: list[Callable[[int], Any]]
     cases: list[Any]
     kept: Any
+    cycle: int = 1
 
     @property
     def case(self) -> Any:
@@ -198,12 +202,16 @@ class Session:
             problem, turns, self.place, seed
         )
         functions = [self.function(problem.contract, v) for v in variants]
-        calls: list[Callable[[int], Any]] = [_call(f, arguments, turns) for f in functions]
+        calls: list[Callable[[int], Any]]
+        if len(cases) > turns:
+            calls = [rings.in_turns([partial(f, *x) for x in arguments]) for f in functions]
+            return Calls(calls, cases, kept, cycle=len(cases))
+        calls = [_call(f, arguments, turns) for f in functions]
         return Calls(calls, cases, kept)
 
     def _cases(self, problem: Problem, turns: int, packed: bool, seed: int) -> list[Any]:
         """A cell's case; under `rotate` one a turn, of one pool; under `chain` one a layer, in what
-        the timer times.
+        the timer times. Behind a ring one a step of its cycle, under `chain` a layer at each.
         """
         from gdntune.checking.cases import make_case
 
@@ -214,9 +222,10 @@ class Session:
             self.chained.chain = None
             copy = self._producer() if self.device.kind == "cuda" else None
             self.chained.chain = chain = Chain(problem, self.place, turns, packed, seed, copy)
-            return chain.cases
+            return rings.spread(chain.cases) if problem.contract.ring else chain.cases
         if turns == 1:
-            return [make_case(problem, self.place, seed, settled=False)]
+            case = make_case(problem, self.place, seed, settled=False)
+            return rings.steps(case) if problem.contract.ring else [case]
         return _rotated(
             make_case(problem, self.place, seed, slots=problem.B * turns, settled=False)
         )
@@ -225,11 +234,11 @@ class Session:
         """Turns of a walk through a pool so large that what a turn touched has left L2 before it
         comes again: a power of two.
         """
-        if not problem.contract.reads_index:
+        if not problem.contract.reads_index or problem.contract.ring:
             raise UnsupportedProblem(
                 f"l2='rotate' with {problem.contract.key()}: it walks through the slots of a pool"
-                " by initial_state_indices; expected a contract with pool=True and no"
-                " ssm_state_indices, or another L2 policy"
+                " by initial_state_indices; expected a contract with pool=True, no"
+                " ssm_state_indices and no ring, or another L2 policy"
             )
         # Four times L2 in all, as the buffer of `cold-dirty`.
         least = -(-4 * self.device.l2_bytes // sol.state_bytes(problem))

@@ -707,3 +707,21 @@ def test_a_bench_without_the_cells_of_another(benched, store, tmp_path):
         run(tmp_path / "others", store, "fakes.ring", without=[tmp_path / "half"])
     with pytest.raises(JournalError, match="half: of another bench: rounds: 6 in the journal, 7"):
         run(tmp_path / "rounds", store, "fakes.library", rounds=7, without=[tmp_path / "half"])
+
+
+def test_a_ring_is_timed_in_whole_cycles(store, tmp_path):
+    """A call that folds its ring takes longer than one that does not: a sample is the mean of a
+    cycle's steps, of ours as of a peer's.
+    """
+    text = ONE.replace("tokens: [1]", "tokens: [4]").replace(
+        "{state_dtype: fp32}", "{state_dtype: fp32, ring: 16}"
+    )
+    outcome = run(tmp_path, store, "fakes.ring_library", text=text)
+    assert outcome.timed == 1
+    found = {
+        r.role: len(r.samples_us)
+        for r in outcome.records
+        if isinstance(r, Trial) and r.stage == "final" and r.status == "ok"
+    }
+    # 6 rounds, and 10 more to end a cycle of 4 steps on each of 4 sets of tensors
+    assert found == {"decode": 4, "floor": 16, "peer": 4}
