@@ -222,8 +222,8 @@ def bench(
         str,
         typer.Option(
             help=(
-                "Of flashinfer, fla, sglang and vllm, separated by commas; package.module: one of"
-                " your own with a PEER."
+                "Of flashinfer, fla, sglang, vllm and apart (a layer's step of ours in three"
+                " launches), separated by commas; package.module: one of your own with a PEER."
             )
         ),
     ] = "flashinfer,fla,sglang",

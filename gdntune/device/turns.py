@@ -49,9 +49,11 @@ def held(
     try:
         yield
     finally:
-        if not whole:
+        # Not there where a device was lost as it was set aside.
+        with contextlib.suppress(ValueError):
             _GIVEN.remove(turn)
-        _give_back(turn)
+        if turn.lock.is_locked:
+            _give_back(turn)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,8 @@ class Run(_Record, frozen=True, kw_only=True):
     regret, keeps_default: how its table is derived, see `derive.derive`; absent where an older
         version wrote.
     cells: how many its config asks for, without those that a sweep adds. rounds, placements: its
-        config's; one placement where it is absent. Absent as these are. cards: the GPUs of this host that timed, as they were
+        config's; one placement where it is absent. workers_per_device: processes that took turns on
+        one when it began, one where it is absent. Absent as these are. cards: the GPUs of this host that timed, as they were
         when it began.
     """
 
@@ -80,6 +81,7 @@ class Run(_Record, frozen=True, kw_only=True):
     cells: int | msgspec.UnsetType = msgspec.UNSET
     rounds: int | msgspec.UnsetType = msgspec.UNSET
     placements: int | msgspec.UnsetType = msgspec.UNSET
+    workers_per_device: int | msgspec.UnsetType = msgspec.UNSET
     cards: tuple[Card, ...] | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -96,6 +96,8 @@ def run(plan: Plan, folder: Path, means: Means) -> Outcome:
     that is missing, a device that cannot hold its clocks.
     """
     header = run_header(plan, means.policy, means.command)
+    if means.workers_per_device > 1:
+        header = msgspec.structs.replace(header, workers_per_device=means.workers_per_device)
     with ExitStack() as stack:
         # A place that cannot be had is refused before anything is compiled; the journal is begun
         # after that, since the timing process needs the flush kernel to say what policy it can

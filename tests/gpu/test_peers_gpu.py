@@ -16,6 +16,7 @@ from gdntune.problem import Contract, Problem
 
 pytestmark = pytest.mark.gpu
 
+STEP: dict[str, Any] = {"norm": "silu", "conv": "silu"}
 SLOTS: dict[str, Any] = {"mode": "frozen", "intermediate": "slots"}
 CONTRACTS = [
     Contract(),
@@ -36,8 +37,22 @@ CONTRACTS = [
     Contract(op="kda_decode", gate="log", beta="given"),
     Contract(tokens=4, dt_bias_dtype="bf16", accepted=True, ragged=True, **SLOTS),
     Contract(tokens=4, state_dtype="fp32", accepted=True, **SLOTS),
+    Contract(op="kda_decode", gate="softplus", tokens=4, accepted=True, **SLOTS),
     Contract(tokens=2, **SLOTS),
+    Contract(**STEP),
+    Contract(**STEP, state_dtype="fp32"),
+    Contract(norm="silu"),
+    Contract(**STEP, tokens=4, accepted=True, **SLOTS),
+    Contract(**STEP, tokens=4, state_dtype="fp32", accepted=True, **SLOTS),
+    Contract(norm="silu", tokens=4, accepted=True, **SLOTS),
+    Contract("kda_decode", gate="softplus", norm="sigmoid", conv="silu"),
+    Contract("kda_decode", gate="softplus", norm="sigmoid", conv="silu", state_dtype="fp32"),
+    Contract("kda_decode", gate="lower_bound", norm="sigmoid", conv="silu", state_dtype="fp32"),
+    Contract(tokens=4, ring=16, ring_dtype="bf16"),
+    Contract(tokens=8, ring=16),
 ]
+# What the fused kernels of a KDA step are compiled for, elsewhere a few.
+HEADS = {True: 12, False: 4}
 
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda c: c.key())
@@ -46,7 +61,8 @@ def test_entries_agree(name, contract):
     """Fresh states, outputs poisoned with NaN, shuffled slots: what the bench checks before it
     times.
     """
-    peer, problem = peers.get(name), Problem(contract, 5, 4, 4)
+    heads = HEADS[contract.layer and contract.op == "kda_decode"]
+    peer, problem = peers.get(name), Problem(contract, 5, heads, heads)
     if said := peer.absent():
         pytest.skip(said)
     entries, reason = peer.serving(problem)

@@ -682,6 +682,7 @@ def test_workers_take_turns_on_a_device(monkeypatch, store, tmp_path):
         last = len(calls) - 1 - calls[::-1].index(mine)
         assert set(calls[first : last + 1]) == {mine}
     assert {r.timed_on for r in outcome.records if isinstance(r, Cell)} == {msgspec.UNSET}
+    assert outcome.run.workers_per_device == 2
 
 
 def test_a_bench_without_the_cells_of_another(benched, store, tmp_path):
