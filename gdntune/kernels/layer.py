@@ -95,6 +95,7 @@ class Layer(recurrent.Recurrent):
         super().__init__(facts, {**knobs, "tile_v": self.tile * self.share})
         self.norm, self.conv, self.width = facts["norm"], facts["conv"], facts["conv_width"]
         self.normed, self.convolves = self.norm != "none", self.conv != "none"
+        self.shifted = facts.get("shifted", False)
         # of one value head
         self.head_chunks = self.tile // self.chunk
         self.wide = self.V * self.share
@@ -132,7 +133,9 @@ class Layer(recurrent.Recurrent):
         places = HV
         if const_expr(self.share > 1):
             # a q/k head's value heads, the last block's fewer where `share` does not divide them
-            places = q.shape[2] * ((HV // q.shape[2] + self.share - 1) // self.share)
+            places = q.shape[2]
+            if const_expr(not self.shifted):
+                places = q.shape[2] * ((HV // q.shape[2] + self.share - 1) // self.share)
         grid = (tiles, places, B)
         if const_expr(self.heads_first):
             grid = (places, tiles, B)
@@ -325,8 +328,20 @@ class Layer(recurrent.Recurrent):
                     cute.autovec_copy(y, cute.local_tile(sX[t, None], (self.load,), (place // self.load,)))
 
     @cute.jit
+    def store_shifted(self, conv, slot, window, taps, new, mine, tid):
+        """A window shifted by a row, by the threads that have read it: the block has all that the q/k head's window is for."""
+        for r in cutlass.range_constexpr(self.rounds):
+            if (r * self.threads + tid) * self.load < mine:
+                for j in cutlass.range_constexpr(self.width - 1):
+                    row = conv.state[Int64(slot), j, None]
+                    source = window[r, j + 1, None] if const_expr(j + 2 < self.width) else new[r, 0, None]
+                    cute.autovec_copy(source, cute.local_tile(row, (self.load,), (taps.channels[r] // self.load,)))
+
+    @cute.jit
     def store_new(self, conv, slot, at, taps, new, mine, block, first, tid):
-        """The window's new rows: v's channels by their own block, q's and k's by the `first` of those that share the head."""
+        """The window's new rows: v's channels by their own block, q's and k's by the `first` of those that share the head.
+
+        """
         for r in cutlass.range_constexpr(self.rounds):
             e = (r * self.threads + tid) * self.load
             for t in cutlass.range_constexpr(self.tokens):
@@ -613,7 +628,10 @@ class Layer(recurrent.Recurrent):
         at = Int32(0)
         if const_expr(self.convolves):
             # no position reaches memory that is not the slot's
-            at = cutlass.min(cutlass.max(conv_position[n], 0), window_rows - 1)
+            if const_expr(self.shifted):
+                at = Int32(self.width - 1)
+            else:
+                at = cutlass.min(cutlass.max(conv_position[n], 0), window_rows - 1)
         # from here on in the order of `recurrent`, which says why
         cute.arch.sync_warp()
         ni, t0, length = self.span_of(n, cu_seqlens, tokens)
@@ -668,10 +686,14 @@ class Layer(recurrent.Recurrent):
                 if const_expr(self.intermediate == "slots"):
                     if held:
                         self.store_new(conv, window_slot, at, taps, late.rows, mine, block, first_of_head, tid)
-                elif const_expr(self.update):
+                elif const_expr(self.update and not self.shifted):
                     if writes:
                         self.store_new(conv, write_slot, at, taps, late.rows, mine, block, first_of_head, tid)
                 cute.arch.sync_threads()
+                if const_expr(self.update and self.shifted):
+                    # threads beyond the last channel have read the last ones too
+                    if writes:
+                        self.store_shifted(conv, write_slot, window, taps, late.rows, mine, tid)
             read = self.read_convolved(sX, late.read, block, thread) if const_expr(self.convolves) else late.read
             norm = None
             if const_expr(self.normed):
@@ -718,7 +740,7 @@ def fakes(facts: dict, tensors: list) -> list:
         tensor(x, (slots, cute.sym_int(), D), (wide(), wide(), 1)),
         tensor(x, (D, W), (W, 1)),
         tensor(x, (D,), (1,)) if facts["conv_bias"] else None,
-        make_fake_tensor(Int32, index.shape[:1], (cute.sym_int(),), assumed_align=4),
+        None if facts.get("shifted") else make_fake_tensor(Int32, index.shape[:1], (cute.sym_int(),), assumed_align=4),
     ]
     return [gate, weight, conv]
 

@@ -19,6 +19,10 @@ from gdntune.problem import ITEMSIZE, Contract
 
 # blocks of a cluster: what every GPU that has clusters can start
 MOST = 8
+# Value heads of a q/k head whose window is shifted in place: one block has them all, so that
+# nobody reads a window that another shifts.
+SHIFTED_HEADS = 8
+MANY_HEADS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +49,17 @@ def facts(c: Contract) -> Facts:
         "conv": c.conv,
         "conv_width": c.conv_width,
         "conv_bias": c.conv_bias,
+        # a ring's objects are what they were before there was another window
+        **({"shifted": True} if c.conv_window == "shifted" else {}),
     }
+
+
+def most_heads(c: Contract) -> int:
+    """The most value heads of a q/k head that a contract serves."""
+    if c.conv == "none" or c.conv_window == "ring":
+        return MANY_HEADS
+    # KDA's heads have their own q and k
+    return 1 if c.op == "kda_decode" else SHIFTED_HEADS
 
 
 def block(c: Contract, s: Knobs) -> Block:
@@ -67,10 +81,10 @@ def block(c: Contract, s: Knobs) -> Block:
 
 def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
-    if c.conv_window == "shifted":
+    if c.conv_window == "shifted" and (s.share != most_heads(c) or s.tile_v != c.V):
         return (
-            "conv_window='shifted': blocks that share a q/k head would read a window while another"
-            " shifts it; expected a ring"
+            f"share={s.share}, tile_v={s.tile_v} with conv_window='shifted': expected"
+            f" share={most_heads(c)} and tile_v={c.V}, a block that has all readers of a window"
         )
     if s.fence:
         return "fence=True: a convolution's barrier stands there already, expected False"
@@ -82,8 +96,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             )
         if s.heads:
             return "heads=True: a cluster's blocks are neighbours, expected False"
-    if s.share not in (1, 2, 4):
-        return f"share={s.share}: expected one of 1, 2, 4"
+    if s.share not in (1, 2, 4, SHIFTED_HEADS):
+        return f"share={s.share}: expected one of 1, 2, 4, {SHIFTED_HEADS}"
     if s.share > 1:
         if c.op == "kda_decode" or c.conv == "none" or c.layout == "v_last":
             return (
@@ -110,8 +124,9 @@ def _candidates(c: Contract) -> list[Knobs]:
     k_last = c.layout == "k_last"
     # without a norm a block may have a part of V
     tiles = (c.V,) if c.norm != "none" else (128, 64, 32, 16)
+    share = most_heads(c) if c.conv_window == "shifted" else 1
     return [
-        Knobs(tile_v, ilp, vec, lanes, threads, split, 0, early, False, spread)
+        Knobs(tile_v, ilp, vec, lanes, threads, split, 0, early, False, spread, share=share)
         for early in (True, False)
         for threads in (128, 256, 64, 512)
         for vec in ((wide,) if k_last and c.K % 64 == 0 else (wide, wide // 2))
@@ -153,7 +168,7 @@ def _deeper(c: Contract, s: Knobs) -> list[Knobs]:
             dataclasses.replace(s, ahead=ahead, registers=cap, share=n)
             for ahead, some in caps.items()
             for cap in some
-            for n in (1, 2, 4)
+            for n in ((s.share,) if c.conv_window == "shifted" else (1, 2, 4))
         ]
     return found
 
@@ -193,7 +208,7 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
 
     def distance(s: Knobs) -> tuple[Any, ...]:
         return (
-            s.row or s.pdl != "none" or s.share > 1,
+            s.row or s.pdl != "none" or s.share not in (1, SHIFTED_HEADS),
             -s.tile_v,
             not s.spread,
             s.threads != 128,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gdntune.errors import UnsupportedProblem
+from gdntune.kernels.layer_config import SHIFTED_HEADS
 from gdntune.runtime import arguments, call
 from gdntune.runtime.contracts import Layer, Settings, Tensors
 from gdntune.runtime.guard import pattern
@@ -74,6 +75,8 @@ def _first(key: Any, g: Given, settings: tuple[Any, ...], layer: tuple[Any, ...]
             mixed_qkv=mixed, conv_state=g.conv_state, conv_weight=g.conv_weight,
             conv_bias=g.conv_bias, conv_position=g.conv_position,
         )  # fmt: skip
+        if g.conv_position is None and g.mixed_qkv.is_cuda:
+            check_readers(s.op, t.q.shape[2], t.v.shape[2])
     output, found = call.first(t, s, False, asked)
     if found is not None and not (g.mixed_qkv.requires_grad or g.b.requires_grad):
         unpack = Unpack(g, t, asked, found, output)
@@ -82,6 +85,17 @@ def _first(key: Any, g: Given, settings: tuple[Any, ...], layer: tuple[Any, ...]
         kept = found._replace(adapt=unpack)
         _CALLS.keep(key, tuple(g), patterns, (settings, layer), False, kept)
     return unpacked(output, g)
+
+
+def check_readers(op: str, H: int, HV: int) -> None:
+    """UnsupportedProblem for more value heads a q/k head than read one shifted window on CUDA."""
+    most = 1 if op == "kda_decode" else SHIFTED_HEADS
+    if H and most * H < HV:
+        raise UnsupportedProblem(
+            f"HV={HV}, H={H} without conv_position: a window that is shifted in place is read by"
+            f" one block, on CUDA of at most {most} value heads a q/k head; give conv_position, a"
+            " ring"
+        )
 
 
 def unpacked(output: Tensor, g: Given) -> Tensor:

@@ -74,13 +74,14 @@ def gated_delta_rule_layer_decode(
         the first token goes to this row, the next to those behind, and the rows before it,
         cyclically, hold the tokens before: a caller's count of accepted tokens modulo rows, so that
         drafts that were rejected are written over. Without it a window is width - 1 rows, the
-        oldest first, shifted in place as engines do: of one token, on the CPU alone.
+        oldest first, shifted in place as engines do: of one token, and on CUDA where HV is at most
+        8 H (KDA: H), since one block reads all of a q/k head's window.
     norm_gate, conv_activation, the weights' dtypes, width, and whether bias and position are given
         are static, beside what is static elsewhere.
 
     The other arguments, what is static, ownership and errors are as in `gated_delta_rule_decode`.
-    Not served, and refused by name: shifted windows on CUDA or of several tokens, torch.compile and
-    other transforms, more than 65,535 requests.
+    Not served, and refused by name: shifted windows of several tokens, torch.compile and other
+    transforms, more than 65,535 requests.
     """
     return _call(locals(), "gdn_decode", "raw", b, None, a, 0.0, "mixed_qkv a b A_log dt_bias")
 

@@ -125,6 +125,9 @@ def _plain(draw: dict[str, Any]) -> dict[str, Any]:
         draw["norm_weight_dtype"] = "fp32"
     if draw.get("conv") == "none":
         draw.update({name: LAYER[name][0] for name in ("conv_width", "conv_bias", "conv_window")})
+    if draw.get("conv_window") == "shifted" and draw["op_and_gate"][0] == "kda_decode":
+        # a window that is shifted has one reader
+        draw["group"] = 1
     if draw["op_and_gate"][1] == "log":
         draw["A_log_dtype"] = draw["dt_bias_dtype"] = "fp32"
     return draw
@@ -157,6 +160,9 @@ def _settings(kernel: Kernel) -> tuple[Any, ...]:
                     base = plain.replace(op=op, tokens=tokens, V=V, gate=GATES[op][0], mode=mode)
                     base = base.replace(layout=layout, state_dtype=state)
                     found.update(dict.fromkeys(kernel.space(base, device)))
+        if kernel.layer:
+            shifted = plain.replace(V=V, conv="silu", conv_window="shifted")
+            found.update(dict.fromkeys(kernel.space(shifted, device)))
         slots = plain.replace(tokens=3, V=V, mode="frozen", intermediate="slots")
         found.update(dict.fromkeys(kernel.space(slots, device)))
     return tuple(found)

@@ -17,8 +17,8 @@ from .offsets import narrow_products, wide_products
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl has wheels for Linux alone")
 
 DECODE_ROWS = [row for name in cover.decode_kernels() for row in cover.rows(name)]
-# q, k and v of fp32, which no engine has; windows that are shifted in place, which are the CPU's
-LEFT_OUT = {"input_dtype": {"fp32"}, "conv_window": {"shifted"}}
+# q, k and v of fp32, which no engine has
+LEFT_OUT = {"input_dtype": {"fp32"}}
 
 
 @pytest.mark.parametrize("row", DECODE_ROWS, ids=lambda row: row.id)

@@ -51,6 +51,10 @@ ROWS = [
     row(RAGGED, 3, LENGTHS, share=4, ilp=2, ahead=2, pdl="state"),
     row(Contract(**STEP, **SLOTS), 3, share=2, ilp=4, row=True),
     row(Contract(norm="silu", **SLOTS), 1, ilp=4, ahead=2),
+    # windows that are shifted in place, by a block that has all their readers
+    row(Contract(**STEP, conv_window="shifted"), 3, threads=256, ilp=4, pdl="state"),
+    row(Contract(conv="silu", conv_bias=True, conv_width=3, conv_window="shifted"), 8),
+    row(Contract(**KDA, conv_window="shifted"), 1),
 ]
 
 

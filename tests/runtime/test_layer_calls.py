@@ -10,7 +10,7 @@ from gdntune.checking.check import Truth
 from gdntune.device import arch
 from gdntune.errors import UnsupportedProblem
 from gdntune.problem import Contract, Problem
-from gdntune.runtime import dispatch
+from gdntune.runtime import dispatch, layer_call
 
 CONV = ("conv_state", "conv_weight", "conv_bias", "conv_position")
 BASE = {"K": 64, "V": 32, "norm": "silu"}
@@ -237,11 +237,20 @@ def test_a_convolution_refused_by_name(name):
     assert case.output is None or case.output.isnan().all()
 
 
-def test_shifted_windows_are_no_launch_on_cuda():
-    """Blocks that share a q/k head would read a window while another shifts it: refused by name."""
-    contract = Contract(conv="silu", conv_window="shifted")
-    with pytest.raises(UnsupportedProblem, match="conv_window='shifted'.*expected a ring"):
-        kernels.default(contract, 64, arch.target("sm_90a"))
+def test_one_block_reads_a_shifted_window():
+    """On CUDA no other block may read a window while it is shifted: settings and calls where one
+    would are refused by name.
+    """
+    contract, device = Contract(conv="silu", conv_window="shifted"), arch.target("sm_90a")
+    layer = kernels.get("layer")
+    assert {(s.share, s.tile_v) for s in layer.space(contract, device)} == {(8, 128)}
+    shared = layer.default(contract.replace(conv_window="ring"), 64, device)
+    assert "expected share=8 and tile_v=128" in layer.refuse(contract, shared)
+    layer_call.check_readers("gdn_decode", 2, 16)
+    with pytest.raises(UnsupportedProblem, match="HV=18, H=2 without conv_position.*at most 8"):
+        layer_call.check_readers("gdn_decode", 2, 18)
+    with pytest.raises(UnsupportedProblem, match="at most 1 value heads"):
+        layer_call.check_readers("kda_decode", 1, 2)
 
 
 def test_steps_in_a_row():
