@@ -77,10 +77,10 @@ CALL: dict[str, tuple[Any, ...]] = {
 _POOLED = ("padding", "skipped", "null_index", "out_of_range", "split")
 # Steps of the walk over what a kernel serves, from which rows are chosen.
 WALK = 1000
-# Rows of a kernel: the first 7 hold every value and four of five pairs, 27 to 37 hold all. A row
+# Rows of a kernel: the first 8 hold every value and four of five pairs, 27 to 37 hold all. A row
 # takes 3 s of CPU time.
 EVERY = os.environ.get("GDNTUNE_TEST_ALL") == "1"
-ROWS = int(os.environ.get("GDNTUNE_PTX_ROWS", 99 if EVERY else 7))
+ROWS = int(os.environ.get("GDNTUNE_PTX_ROWS", 99 if EVERY else 8))
 VALUE = 24
 REQUESTS = 3
 
