@@ -292,6 +292,13 @@ def replay(
             help="A pattern such as '*.tv8.*'; what fits counts as never timed. May be repeated.",
         ),
     ] = None,
+    without_contracts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A pattern of contracts' names, such as '*.tokens=6*', that get no rule: the"
+            " nearest one's serves them. May be repeated.",
+        ),
+    ] = None,
     keep_default: Annotated[
         bool,
         typer.Option(
@@ -320,9 +327,10 @@ def replay(
     from gdntune.results.minimax import minimax
 
     table.refuse_tables(runs)
-    if several and (without or keep_default):
+    if several and (without or keep_default or without_contracts):
         raise UnsupportedProblem(
-            "--minimax with --without-variants or --keep-default: expected --regret alone"
+            "--minimax with --without-variants, --without-contracts or --keep-default: expected"
+            " --regret alone"
         )
     if not several and len(runs) > 1:
         raise UnsupportedProblem(
@@ -334,7 +342,11 @@ def replay(
             found = minimax(runs, regret)
         else:
             found = judge.replay(
-                runs[0], regret=regret, without=without or (), keep_default=keep_default
+                runs[0],
+                regret=regret,
+                without=without or (),
+                keep_default=keep_default,
+                without_contracts=without_contracts or (),
             )
     if out is not None:
         table.save(found.table, out)

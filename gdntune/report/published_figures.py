@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 HEADLINE = "H200"
 GPUS = {"H100": "nvidia-h100-80gb-hbm3", "H200": "nvidia-h200"}
-MODELS = ("qwen3.5-397b-a17b", "kimi-linear-48b-a3b")
+# The sweeps that `times` shows.
+SWEEPS = {
+    "H100": ("qwen3.5-397b-a17b", "kimi-linear-48b-a3b"),
+    "H200": ("shipped.gdn", "shipped.kda"),
+}
 PEERS = {"flashinfer": "FlashInfer", "sglang": "SGLang", "vllm": "vLLM", "fla": "fla"}
 # Journals of a folder: ours beside other libraries', alone, alone by the calls that their engines
 # make today, and in a chain of layers.
@@ -38,6 +42,8 @@ _USUAL: dict[str, Any] = {
     "accepted": False,
     "ragged": False,
 }
+# Of a sweep of all contracts besides: the models' own.
+_MODELS: dict[str, Any] = {**_USUAL, "beta": "logit", "dt_bias_dtype": "fp32", "K": 128}
 
 
 class _Group(NamedTuple):
@@ -102,7 +108,7 @@ def tables(results: Path) -> Iterator[str]:
     results: the folder of published journals, docs/results.
     """
     for gpu, folder in GPUS.items():
-        paths = [results / folder / f"{model}.jsonl.xz" for model in MODELS]
+        paths = [results / folder / f"{sweep}.jsonl.xz" for sweep in SWEEPS[gpu]]
         yield times(gpu, frame(load(paths, REGRET)))
     alone, called, chains = (
         {
@@ -166,7 +172,7 @@ def behind(results: Path) -> Iterator[str]:
 
 def times(gpu: str, found: "pd.DataFrame") -> str:
     """Medians of the tables' choices, with their time over the floor."""
-    chosen = _where(found[found["chosen"]], _USUAL)
+    chosen = _where(found[found["chosen"]], _MODELS)
     cells = {
         (c["op"], c["state_dtype"], c["tokens"], c["B"], c["HV"]): c
         for c in chosen.to_dict("records")

@@ -16,7 +16,7 @@ from gdntune import kernels
 from gdntune.device.arch import Device
 from gdntune.results.derive import Timed, beyond, by_work_units, derive, marked, passes, timed_cells
 from gdntune.errors import GdntuneError, UnsupportedProblem, counted
-from gdntune.results.records import Record, Run, Trial, noise_notes
+from gdntune.results.records import Record, Run, Trial, contract_of, noise_notes
 from gdntune.problem import Contract, Problem
 from gdntune.results.table import TUNING, Table
 
@@ -40,16 +40,22 @@ def replay(
     regret: float | None = None,
     without: Sequence[str] = (),
     keep_default: bool = False,
+    without_contracts: Sequence[str] = (),
 ) -> Replayed:
     """The table that a journal gives, by file or folder: that which its sweep wrote.
 
     regret: instead of the header's; journals of older versions have none, and 1% counts.
     without: patterns of variants' ids that are taken as never timed.
     keep_default: a tie leaves the default rule's variant as installed, whatever the header says.
-    Raises UnsupportedProblem for a pattern that fits no variant, JournalError where no cell keeps a
-    choice.
+    without_contracts: patterns of contracts' names that get no rule: the nearest one's serves them.
+    Raises UnsupportedProblem for a pattern that fits no variant or no contract, JournalError where
+    no cell keeps a choice.
     """
     run, records = journal.read(path)
+    notes = []
+    if without_contracts:
+        records, note = _of_other_contracts(records, without_contracts)
+        notes.append(note)
     timed = {
         r.variant.id: r.variant for r in records if isinstance(r, Trial) and r.role == "decode"
     }
@@ -71,7 +77,6 @@ def replay(
         else None
     )
     table = derive(records, run, regret=regret, default=rule, admits=admits if without else None)
-    notes = []
     if without:
         left_out = sum(not admits(name) for name in timed)
         lost = sum(map(len, by_work_units(timed_cells(records)).values())) - table.evidence.cells
@@ -82,6 +87,28 @@ def replay(
                 " out: the neighbours' holds there"
             )
     return Replayed(table, run, [*notes, *noise_notes(records)])
+
+
+def _of_other_contracts(
+    records: Sequence[Record], patterns: Sequence[str]
+) -> tuple[list[Record], str]:
+    """The records that are of no contract whose name fits a pattern, and what to say of it."""
+    keys = {c: c.key() for c in (contract_of(r) for r in records) if c is not None}
+    for pattern in patterns:
+        if not fnmatch.filter(keys.values(), pattern):
+            some = ", ".join(sorted(keys.values())[:3])
+            raise UnsupportedProblem(
+                f"without-contracts {pattern!r} fits none of {counted(len(keys), 'contract')}: give"
+                f" a pattern of whole names, such as '*.tokens=4*', of names such as {some}"
+            )
+    out = {c for c, key in keys.items() if any(fnmatch.fnmatchcase(key, p) for p in patterns)}
+    if len(out) == len(keys):
+        raise UnsupportedProblem(
+            f"without-contracts {', '.join(patterns)}: these leave none of"
+            f" {counted(len(keys), 'contract')}; leave fewer out"
+        )
+    kept = [r for r in records if contract_of(r) not in out]
+    return kept, f"{len(out)} of {len(keys)} contracts were left out: the nearest rules serve them"
 
 
 def _fits_nothing(pattern: str, names: Sequence[str]) -> str:

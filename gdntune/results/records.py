@@ -186,6 +186,13 @@ class Cell(_Record, frozen=True, kw_only=True):
 Record = Build | Check | Trial | Cell
 
 
+def contract_of(record: Record) -> Contract | None:
+    """The contract that a record is about; None of a build, which serves several."""
+    if isinstance(record, Check):
+        return record.contract
+    return None if isinstance(record, Build) else record.problem.contract
+
+
 def made_by(run: Run) -> Literal["sweep", "bench"]:
     """The command that wrote a journal: a bench names whose choices it times."""
     return "bench" if any(name.startswith(TABLE) for name in run.software) else "sweep"
