@@ -31,6 +31,17 @@ class Recorder(Protocol):
         ...
 
 
+# Kept: torch's allocator goes on asking a graph whose capture failed.
+_FAILED: list[Any] = []
+
+
+def memory_can_be_emptied() -> bool:
+    """Whether torch's cached memory of this process may go back to the device: not once a capture
+    failed.
+    """
+    return not _FAILED
+
+
 class GraphRecorder:
     """CUDA graphs on the current device, timed by events around their launch."""
 
@@ -39,8 +50,6 @@ class GraphRecorder:
 
         self._stream = torch.cuda.Stream()
         self._events: list[tuple[Any, Any]] = []
-        # Kept: torch's allocator goes on asking a graph whose capture failed.
-        self._failed: list[Any] = []
 
     def record(self, works: Sequence[Work]) -> list[Work]:
         """One graph a piece of work; the graphs share a pool for what is allocated in them, since
@@ -77,7 +86,7 @@ class GraphRecorder:
         with torch.cuda.stream(self._stream):
             # Thread-local: another thread's allocation must not spoil this capture.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            self._failed.append(graph)
+            _FAILED.append(graph)
             try:
                 work()
             except BaseException:
@@ -86,7 +95,7 @@ class GraphRecorder:
                     graph.capture_end()
                 raise
             graph.capture_end()
-            self._failed.pop()
+            _FAILED.pop()
         return graph
 
     def times_us(self, replays: Sequence[Work]) -> list[float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from gdntune.device import turns
+from gdntune.device import graphs, turns
 from gdntune.device.arch import Device, detect
 from gdntune.kernels.spec import Variant
 from gdntune.objects.processes import limit_memory
@@ -73,7 +73,8 @@ def _leave() -> None:
     import torch
 
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    if graphs.memory_can_be_emptied():
+        torch.cuda.empty_cache()
 
 
 def _nothing() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gdntune import kernels
-from gdntune.device import arch
+from gdntune.device import arch, graphs
 from gdntune.errors import MeasurementError, UnsupportedProblem
 from gdntune.objects import build
 from gdntune.objects.store import Store, object_spec
@@ -353,3 +353,17 @@ def test_a_bench_narrows_and_a_sweeps_first_samples_do_not(monkeypatch):
     ):
         trials._measured(Worker(), trials.CellJob(PROBLEM, [], [], SEARCH, **fields))
         assert asked[-1] == want
+
+
+def test_memory_of_others_is_left_alone_once_a_capture_failed(monkeypatch):
+    """A worker gives its cached memory back with its turn; after a capture that failed torch would
+    ask the graph that is gone.
+    """
+    did = []
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: did.append("waited"))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: did.append("emptied"))
+    worker._leave()
+    assert did == ["waited", "emptied"]
+    monkeypatch.setattr(graphs, "_FAILED", [object()])
+    worker._leave()
+    assert did == ["waited", "emptied", "waited"]
