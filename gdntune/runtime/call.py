@@ -131,7 +131,7 @@ def first(
             arguments.check_values(bound.contract, values)
         function: Function = bound.at(B * t.v.shape[2])
         if B > parts.MAX_REQUESTS:
-            parts.check_layer(bound.contract, B)
+            parts.check_ring(bound.contract, B)
             function = parts.in_parts(function, bound.contract)
     try:
         function(*values)

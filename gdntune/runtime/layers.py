@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from gdntune.errors import UnsupportedProblem, listed, shown
-from gdntune.runtime import layer_call
+from gdntune.runtime import layer_call, operators, traced
 from gdntune.runtime.arguments import explain
 
+# torch.compile sees operators, which are defined when their module is imported.
+assert operators
 _compiling = torch.compiler.is_dynamo_compiling
 _INSIDE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 NORM_GATES = ("silu", "sigmoid")
@@ -80,8 +82,8 @@ def gated_delta_rule_layer_decode(
         are static, beside what is static elsewhere.
 
     The other arguments, what is static, ownership and errors are as in `gated_delta_rule_decode`.
-    Not served, and refused by name: shifted windows of several tokens, torch.compile and other
-    transforms, more than 65,535 requests.
+    torch.compile takes it whole. Not served, and refused by name: shifted windows of several
+    tokens, other transforms.
     """
     return _call(locals(), "gdn_decode", "raw", b, None, a, 0.0, "mixed_qkv a b A_log dt_bias")
 
@@ -146,11 +148,6 @@ def _call(
     needed: str,
 ) -> Tensor:  # fmt: skip
     """Either function's call. called: its arguments by name."""
-    if _compiling():
-        raise UnsupportedProblem(
-            f"a layer's {op} under torch.compile: it has no operator yet; call it under"
-            " torch.compiler.disable, or call the delta rule and the norm apart"
-        )
     if (b is None) == (beta is None):
         raise UnsupportedProblem("beta: expected b (a logit) or beta (a value), one of the two")
     layer = _layer_of(called)
@@ -170,6 +167,8 @@ def _call(
         called["null_index"], called["use_qk_l2norm"],
     )  # fmt: skip
     try:
+        if _compiling():
+            return traced.record_layer(given, settings, layer)
         return layer_call.run(given, settings, layer)
     except _INSIDE as e:
         explain(e, called, needed=f"{needed} initial_state")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gdntune.runtime import call, packed
+from gdntune.runtime import call, layer_call, packed
 
 _TENSORS = (
     "Tensor(a!) initial_state, Tensor q, Tensor k, Tensor v, Tensor {gate}, Tensor beta,"
@@ -27,6 +27,14 @@ _PACKED = (
     " float? scale, bool use_qk_l2norm, bool allow_neg_eigval, float softplus_beta,"
     " float softplus_threshold, int null_index, bool batch_invariant, bool dependent_launch"
 )
+_LAYER = (
+    "Tensor mixed_qkv, Tensor {gate}, Tensor beta, Tensor(a!) initial_state, Tensor? A_log,"
+    " Tensor? dt_bias, Tensor? initial_state_indices, Tensor? output_state_indices,"
+    " Tensor? slot_indices, Tensor? num_accepted_tokens, Tensor? cu_seqlens, Tensor(b!) output,"
+    " Tensor? output_gate, Tensor? norm_weight, Tensor(c!)? conv_state, Tensor? conv_weight,"
+    " Tensor? conv_bias, Tensor? conv_position"
+)
+_ENDS = "str norm_gate, float norm_eps, str conv_activation"
 _LIBRARY = torch.library.Library("gdntune", "DEF")
 
 
@@ -46,6 +54,14 @@ def _packed(
     packed.run(given, settings, route=False)
 
 
+def _gdn_layer(*values: Any) -> None:
+    layer_call.run(values[:18], ("gdn_decode", *values[18:-3]), values[-3:])
+
+
+def _kda_layer(*values: Any) -> None:
+    layer_call.run(values[:18], ("kda_decode", *values[18:-3]), values[-3:])
+
+
 def _nothing(*_: Any) -> None:
     """The operators on fake tensors: they return nothing, and what they write keeps its shape."""
 
@@ -54,6 +70,12 @@ for _name, _schema, _function in (
     ("gated_delta_rule_decode", f"{_TENSORS.format(gate='a_or_g')}, {_SETTINGS}", _gdn),
     ("kda_decode", f"{_TENSORS.format(gate='g')}, {_SETTINGS}", _kda),
     ("gated_delta_rule_packed_decode", _PACKED, _packed),
+    (
+        "gated_delta_rule_layer_decode",
+        f"{_LAYER.format(gate='a')}, {_SETTINGS}, {_ENDS}",
+        _gdn_layer,
+    ),
+    ("kda_layer_decode", f"{_LAYER.format(gate='g')}, {_SETTINGS}, {_ENDS}", _kda_layer),
 ):
     _LIBRARY.define(f"{_name}({_schema}) -> ()")
     for _device in ("CPU", "CUDA"):

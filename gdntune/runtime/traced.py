@@ -100,5 +100,27 @@ def record_packed(given: tuple[Any, ...], settings: tuple[Any, ...]) -> Tensor:
     return output
 
 
+def record_layer(
+    given: tuple[Any, ...], settings: tuple[Any, ...], layer: tuple[Any, ...]
+) -> Tensor:
+    """A layer's operator's call, as torch.compile sees it; given in the order of
+    `layer_call.Given`.
+    """
+    mixed_qkv, a, beta, state, A_log, dt_bias = given[:6]
+    output, gate, weight, window, taps, bias, position = given[11:]
+    if output is None:
+        V = state.shape[3 if settings[4] == "v_last" else 2]
+        output = mixed_qkv.new_empty((*beta.shape, V))
+    ops = torch.ops.gdntune
+    gdn = settings[0] == "gdn_decode"
+    op = ops.gated_delta_rule_layer_decode if gdn else ops.kda_layer_decode
+    op(
+        mixed_qkv, a, beta, state, _detached(A_log), _detached(dt_bias), *given[6:11], output,
+        gate, _detached(weight), window, _detached(taps), _detached(bias), position,
+        *settings[1:], *layer,
+    )  # fmt: skip
+    return output
+
+
 def _detached(x: Tensor | None) -> Tensor | None:
     return x.detach() if x is not None and x.requires_grad else x

@@ -10,7 +10,8 @@ from gdntune.checking.check import Truth
 from gdntune.device import arch
 from gdntune.errors import UnsupportedProblem
 from gdntune.problem import Contract, Problem
-from gdntune.runtime import dispatch, layer_call
+from gdntune.runtime import call as calls
+from gdntune.runtime import dispatch, layer_call, parts
 
 CONV = ("conv_state", "conv_weight", "conv_bias", "conv_position")
 BASE = {"K": 64, "V": 32, "norm": "silu"}
@@ -235,6 +236,47 @@ def test_a_convolution_refused_by_name(name):
     with pytest.raises(UnsupportedProblem, match=message):
         called(case, mixed, **changes)
     assert case.output is None or case.output.isnan().all()
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_more_requests_than_a_launch_has(name, monkeypatch):
+    """Three requests by launches of two, on the first call and on one that is known."""
+    monkeypatch.setattr(parts, "MAX_REQUESTS", 2)
+    calls.forget()
+    case, mixed = made(CONTRACTS[name])
+    truth = Truth(case)
+    for _ in range(2):
+        once = truth.before.clone()
+        called(once, once.q.as_strided(mixed.shape, mixed.stride(), mixed.storage_offset()))
+        truth.judge(once).require()
+    calls.forget()
+
+
+@pytest.mark.parametrize(
+    "name", ["one token", "convolution", "convolution, slots", "kda", "shifted"]
+)
+def test_under_torch_compile(name):
+    """One operator, whole: before, torch.compile was refused."""
+    case, mixed = made(CONTRACTS[name])
+    truth = Truth(case.clone())
+    torch.compile(called, fullgraph=True, backend="aot_eager")(case, mixed)
+    truth.judge(case).require()
+
+
+def test_the_operators_say_what_they_write():
+    """State, output and windows, and nothing else: what torch.library checks of an operator."""
+    case, mixed = made(CONTRACTS["convolution"])
+    given = (
+        mixed, case.a, case.b, case.state, case.A_log, case.dt_bias, case.read_index,
+        case.read_index, None, None, None, case.output.fill_(0), case.output_gate,
+        case.norm_weight, case.conv_state.nan_to_num_(), case.conv_weight, None,
+        case.conv_position,
+    )  # fmt: skip
+    settings = ("raw", True, False, "k_last", False, False, False, None, None, 1.0, 20.0, 0.0)
+    ends = (False, -1, True, "silu", 1e-6, "silu")
+    torch.library.opcheck(
+        torch.ops.gdntune.gated_delta_rule_layer_decode.default, (*given, *settings, *ends)
+    )
 
 
 def test_one_block_reads_a_shifted_window():
