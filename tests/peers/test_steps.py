@@ -205,6 +205,7 @@ CASES = [
     ("vllm", "conv_packed_decode_norm", Contract(**STEP, state_dtype="fp32"), (5, 2, 4)),
     ("vllm", "conv_packed_decode_norm", Contract(norm="silu"), (3, 2, 2)),
     ("vllm", "conv_packed_decode_norm", Contract(**STEP, conv_width=3, conv_bias=True), (3, 2, 4)),
+    ("vllm", "conv_packed_decode_norm", Contract(**STEP, conv_window="shifted"), (5, 2, 4)),
     ("vllm", "conv_post_conv_mtp", Contract(**STEP, **SLOTS), (5, 2, 4)),
     ("vllm", "conv_post_conv_mtp", Contract(**STEP, **SLOTS, state_dtype="fp32"), (3, 2, 4)),
     ("vllm", "conv_post_conv_mtp", Contract(norm="sigmoid", **SLOTS), (5, 2, 4)),
@@ -297,7 +298,7 @@ def test_the_bench_config_of_a_layer():
     """
     whole = config.load(Path(__file__).parents[2] / "configs" / "bench-layer.yaml")
     cells = whole.all_problems()
-    assert len(cells) == 60 and {p.B for p in cells} == {1, 4, 16, 64, 256}
+    assert len(cells) == 65 and {p.B for p in cells} == {1, 4, 16, 64, 256}
     assert all(peers.get("apart").serving(p)[0] for p in cells)
     found = {
         (name, entry.name)
