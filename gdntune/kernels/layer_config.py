@@ -11,7 +11,7 @@ from gdntune.device.arch import Device
 from gdntune.errors import UnsupportedProblem
 from gdntune.kernels import recurrent_config
 from gdntune.kernels.dependent_launch import in_every_form, under
-from gdntune.kernels.facts import compiled_tokens
+from gdntune.kernels.facts import compiled_tokens as delta_tokens
 from gdntune.kernels.facts import facts as delta_facts
 from gdntune.kernels.recurrent_config import chunk_rows, held_elements
 from gdntune.kernels.spec import Block, Facts, Kernel, knob
@@ -40,10 +40,19 @@ class Knobs(recurrent_config.Knobs):
     )
 
 
+def compiled_tokens(c: Contract) -> int:
+    """The largest T that a contract's object serves. To 4 there is one of its own: a convolution's
+    tokens are held in registers, and their rows in shared memory.
+    """
+    tokens = delta_tokens(c)
+    return 4 if tokens > 1 and c.tokens <= 4 else tokens
+
+
 def facts(c: Contract) -> Facts:
     """What an object is compiled for: the delta rule's facts, and those of what is around it."""
     return {
         **delta_facts(c),
+        "tokens": compiled_tokens(c),
         "norm": c.norm,
         "norm_weight_dtype": c.norm_weight_dtype if c.norm != "none" else None,
         "conv": c.conv,
@@ -65,7 +74,11 @@ def most_heads(c: Contract) -> int:
 def block(c: Contract, s: Knobs) -> Block:
     """As `recurrent`'s, with the outputs of all tokens in fp32 and the convolved inputs."""
     tokens, wide = compiled_tokens(c), c.V * s.share
-    threads, shared = recurrent_config.block(c, dataclasses.replace(s, tile_v=s.tile_v * s.share))
+    tile = s.tile_v * s.share
+    threads, shared = recurrent_config.block(c, dataclasses.replace(s, tile_v=tile))
+    # of tokens that its object stages and ours does not
+    staged = 4 * ((3 if c.op == "kda_decode" else 2) * c.K + 4) + ITEMSIZE[c.input_dtype] * tile
+    shared -= (delta_tokens(c) - tokens) * staged
     if c.norm != "none":
         shared += 4 * tokens * wide
         if s.tile_v < c.V:
