@@ -96,13 +96,14 @@ class CellTensors(NamedTuple):
 
 class Group(NamedTuple):
     """Neighbours among a cell's calls, of which the best `keep` and `always` have final samples.
-    open: whether there is anything to choose; else all have them.
+    open: whether there is anything to choose; else all have them. cycle: of each call.
     """
 
     indices: Sequence[int]
     keep: int
     always: list[int]
     open: bool
+    cycle: int = 1
 
 
 def time_cell(
@@ -151,13 +152,14 @@ def time_cell(
     always = [i for i in range(n) if decode[i].id in always_final]
     # A bench chooses nothing, so there is nothing to screen.
     screens = len(always) < n
-    groups = [Group(range(n), search.keep, always, screens)]
+    groups = [Group(range(n), search.keep, always, screens, sets[0].calls.cycle)]
     # Each floor is tuned by itself.
     for name in FLOORS:
         mine = [i for i, v in enumerate(floors, n) if floor_name(v) == name]
         groups.append(Group(mine, FLOOR_LEADERS, [], screens or len(mine) > FLOOR_LEADERS))
     screen = _screened(session.timer, sets[0].everything, groups, search)
-    leaders = [i for group in groups for i in _leaders(group, screen, search)]
+    full = _in_cycles(search.screen_rounds, groups)
+    leaders = [i for group in groups for i in _leaders(group, screen, full // group.cycle)]
     leaders += range(m, m + len(entries))
     rounds, stop = _rounds(session, sets[0], leaders, search, began)
 
@@ -221,17 +223,21 @@ def _narrowed(
 def _screened(
     timer: Timer, calls: Sequence[Callable[[int], Any]], groups: Sequence[Group], search: Search
 ) -> list[list[float]]:
-    """The screen's samples by call; none of what is not to be chosen among."""
+    """The screen's samples by call, means of whole cycles; none of what is not to be chosen
+    among.
+    """
     screen: list[list[float]] = [[] for _ in calls]
+    cycles = {i: group.cycle for group in groups for i in group.indices}
 
     def look(at: Sequence[int], rounds: int, warmup: int) -> None:
         if at and rounds > 0:
             samples = timer.measure([calls[i] for i in at], rounds, warmup=warmup)
             for i, more in zip(at, samples, strict=True):
-                screen[i] += more
+                screen[i] += _whole_cycles(more, cycles[i])
 
     wanted = [group for group in groups if group.open]
     first = min(search.screen_rounds, max(FIRST_LOOK_ROUNDS, -(-search.screen_rounds // 2)))
+    every, first = (_in_cycles(rounds, groups) for rounds in (search.screen_rounds, first))
     look([i for group in wanted for i in group.indices], first, 1)
     better: list[int] = []
     for group in wanted:
@@ -239,15 +245,20 @@ def _screened(
         count = max(least, group.keep, len(group.indices) // FIRST_LOOK_KEEPS)
         # The worse two thirds are out after half the samples: a screen's time is mostly theirs.
         better += _best(screen, group.indices, count)
-    look(better, search.screen_rounds - first, 0)
+    look(better, every - first, 0)
     return screen
 
 
-def _leaders(group: Group, screen: list[list[float]], search: Search) -> list[int]:
-    """Those of a group that have final samples."""
+def _in_cycles(rounds: int, groups: Sequence[Group]) -> int:
+    """Rounds, and so many more that they end whole cycles."""
+    return rounds + -rounds % math.lcm(*(group.cycle for group in groups))
+
+
+def _leaders(group: Group, screen: list[list[float]], full: int) -> list[int]:
+    """Those of a group that have final samples. full: the samples of a whole screen."""
     if not group.open:
         return list(group.indices)
-    best = _best(screen, group.indices, group.keep, at_least=search.screen_rounds)
+    best = _best(screen, group.indices, group.keep, at_least=full)
     return best + [i for i in group.always if i not in best]
 
 

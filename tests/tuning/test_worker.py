@@ -367,3 +367,25 @@ def test_memory_of_others_is_left_alone_once_a_capture_failed(monkeypatch):
     monkeypatch.setattr(graphs, "_FAILED", [object()])
     worker._leave()
     assert did == ["waited", "emptied", "waited"]
+
+
+class Steps:
+    """A timer of calls that say themselves how long they take."""
+
+    def measure(self, calls, rounds, warmup=1):
+        return [[call(0) for _ in range(warmup + rounds)][warmup:] for call in calls]
+
+
+def test_a_ring_is_screened_in_whole_cycles():
+    """Fault: three rounds of a first look at rings of corrections were the three steps that fold
+    nothing, and what is slow where it folds led.
+    """
+    folds = itertools.cycle((9.0, 1.0, 1.0, 1.0))
+    calls = [lambda _: next(folds), lambda _: 2.0]
+    search = Search(screen_rounds=6, keep=1)
+    for cycle, leader, samples in ((4, 1, 2), (1, 0, 6)):
+        groups = [measure.Group(range(2), 1, [], True, cycle)]
+        screen = measure._screened(Steps(), calls, groups, search)
+        assert [len(us) for us in screen] == [samples, samples]
+        full = measure._in_cycles(search.screen_rounds, groups) // cycle
+        assert measure._leaders(groups[0], screen, full) == [leader]
