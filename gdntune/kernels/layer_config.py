@@ -83,7 +83,7 @@ def block(c: Contract, s: Knobs) -> Block:
         shared += 4 * tokens * wide
         if s.tile_v < c.V:
             # the cluster's sums of squares and their mbarrier
-            shared += 4 * tokens * (c.V // s.tile_v) + 8
+            shared += 4 * tokens * (c.V // s.tile_v) + 16
     if c.conv != "none":
         shared += ITEMSIZE[c.input_dtype] * tokens * (2 * c.K + wide)
     if s.share > 1:

@@ -67,6 +67,19 @@ def run(given: tuple[Any, ...], settings: tuple[Any, ...], layer: tuple[Any, ...
 def _first(key: Any, g: Given, settings: tuple[Any, ...], layer: tuple[Any, ...]) -> Tensor:
     """A call that no record fits: looked at whole, run, and kept."""
     s = Settings._make(settings)
+    t, asked = looked_at(g, s, layer)
+    output, found = call.first(t, s, False, asked)
+    if found is not None and not (g.mixed_qkv.requires_grad or g.b.requires_grad):
+        unpack = Unpack(g, t, asked, found, output)
+        # Views have the sizes and strides of this call.
+        patterns = {i: pattern(x, sizes=True, strides=True) for i, x in enumerate(g)}
+        kept = found._replace(adapt=unpack)
+        _CALLS.keep(key, tuple(g), patterns, (settings, layer), False, kept)
+    return unpacked(output, g)
+
+
+def looked_at(g: Given, s: Settings, layer: tuple[Any, ...]) -> tuple[Tensors, Layer]:
+    """A call's tensors as any call's, and what it does beside gates and delta rule."""
     t, gate, mixed = views(g, s)
     norm, epsilon, conv = layer
     asked = Layer(norm, gate, g.norm_weight, epsilon, conv)
@@ -77,14 +90,7 @@ def _first(key: Any, g: Given, settings: tuple[Any, ...], layer: tuple[Any, ...]
         )  # fmt: skip
         if g.conv_position is None and g.mixed_qkv.is_cuda:
             check_readers(s.op, t.q.shape[2], t.v.shape[2])
-    output, found = call.first(t, s, False, asked)
-    if found is not None and not (g.mixed_qkv.requires_grad or g.b.requires_grad):
-        unpack = Unpack(g, t, asked, found, output)
-        # Views have the sizes and strides of this call.
-        patterns = {i: pattern(x, sizes=True, strides=True) for i, x in enumerate(g)}
-        kept = found._replace(adapt=unpack)
-        _CALLS.keep(key, tuple(g), patterns, (settings, layer), False, kept)
-    return unpacked(output, g)
+    return t, asked
 
 
 def check_readers(op: str, H: int, HV: int) -> None:

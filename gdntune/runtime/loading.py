@@ -8,6 +8,7 @@ from gdntune.errors import ToolMissing, UnsupportedProblem, shown
 from gdntune.problem import Contract, Problem, check_contract, problem_fault
 from gdntune.runtime import call, dispatch
 from gdntune.runtime.dispatch import Bound, Runtime
+from gdntune.runtime.layer_plan import make_layer_plan
 from gdntune.runtime.planned import Plan, make_plan
 
 
@@ -25,12 +26,14 @@ def plan(
     device: `cuda`, the card by its index, or `cpu`. dependent_launch: as of
     `gated_delta_rule_decode`. numbers: scale, softplus_beta,
     softplus_threshold, lower_bound, allow_neg_eigval, null_index and use_qk_l2norm, with the public
-    functions' defaults. UnsupportedProblem for sizes or a contract that no call can have.
+    functions' defaults; of a layer norm_eps too (see `layer_plan`). UnsupportedProblem for sizes
+    or a contract that no call can have.
     """
     if fault := problem_fault(problem):
         raise UnsupportedProblem(fault)
     bound = _runtime(device, index).bind(problem.contract, dependent_launch=dependent_launch)
-    return make_plan(bound, problem.B, problem.HV, numbers)
+    make = make_layer_plan if problem.contract.layer else make_plan
+    return make(bound, problem.B, problem.HV, numbers)
 
 
 def prepare(

@@ -8,7 +8,7 @@ from torch import Tensor
 from gdntune.errors import UnsupportedProblem
 from gdntune.problem import Contract
 from gdntune.runtime import arguments, contracts, parts, traced
-from gdntune.runtime.contracts import Settings, Tensors
+from gdntune.runtime.contracts import NO_LAYER, Layer, Settings, Tensors
 from gdntune.runtime.dispatch import Bound, Function
 
 _modes = torch._C._len_torch_dispatch_stack
@@ -67,26 +67,15 @@ def make_plan(bound: Bound, batches: int, HV: int, given: dict[str, Any]) -> Pla
     arguments, 0.5 us of the 0.9 that a call would have on top of the compiled function.
     """
     c = bound.contract
-    if c.layer:
-        raise UnsupportedProblem(
-            f"plan() of {c.key()}: expected a contract with norm='none' and conv='none'; call"
-            " gdntune.gated_delta_rule_layer_decode or kda_layer_decode"
-        )
     if c.ring:
         raise UnsupportedProblem(
             f"plan() of {c.key()}: expected a contract with ring=0; call"
             " gdntune.gated_delta_rule_verify"
         )
-    settings = _settings(c, given)
+    settings = settings_of(c, given)
     numbers = contracts.numbers(settings, c.K)
     scale, softplus_beta, threshold, lower_bound, beta_scale, null_index, l2norm = numbers
-    # One for each B, so that a call looks nothing up but a list; 0 is there for the index alone.
-    functions: list[Function] = [bound.at(max(B, 1) * HV) for B in range(batches + 1)]
-    # A ragged call's B is not q's first size: it goes by the largest batch.
-    single = c.ragged or all(f is functions[1] for f in functions)
-    for B in range(parts.MAX_REQUESTS + 1, batches + 1):
-        functions[B] = parts.in_parts(functions[B], c)
-    only = functions[batches] if single else None
+    functions, only = choices(bound, batches, HV)
     known = False
 
     def plan(
@@ -115,7 +104,7 @@ def make_plan(bound: Bound, batches: int, HV: int, given: dict[str, Any]) -> Pla
                     output_state_indices, slot_indices, num_accepted_tokens, cu_seqlens,
                     intermediate_states_buffer, output,
                 )  # fmt: skip
-                _look(tensors, settings, numbers, c, batches, HV)
+                look(tensors, settings, numbers, c, batches, HV)
                 known = True
             function = functions[q.shape[0]] if only is None else only
             # Each by its place: a tuple that is made first and unpacked takes 0.3 us longer
@@ -148,7 +137,21 @@ def make_plan(bound: Bound, batches: int, HV: int, given: dict[str, Any]) -> Pla
     return plan  # type: ignore[return-value]
 
 
-def _settings(c: Contract, given: dict[str, Any]) -> Settings:
+def choices(bound: Bound, batches: int, HV: int) -> tuple[list[Function], Function | None]:
+    """A contract's function for each B to `batches`, by index; and the only one where there is
+    one.
+    """
+    # One for each B, so that a call looks nothing up but a list; 0 is there for the index alone.
+    functions: list[Function] = [bound.at(max(B, 1) * HV) for B in range(batches + 1)]
+    # A ragged call's B is not q's first size: it goes by the largest batch.
+    single = bound.contract.ragged or all(f is functions[1] for f in functions)
+    for B in range(parts.MAX_REQUESTS + 1, batches + 1):
+        functions[B] = parts.in_parts(functions[B], bound.contract)
+    return functions, functions[batches] if single else None
+
+
+def settings_of(c: Contract, given: dict[str, Any]) -> Settings:
+    """A plan's settings; UnsupportedProblem for names that it has none of."""
     settings: dict[str, Any] = {
         "op": c.op, "gate": c.gate, "logit": c.beta == "logit",
         "indexed": c.intermediate == "indexed", "state_layout": c.layout,
@@ -166,24 +169,25 @@ def _settings(c: Contract, given: dict[str, Any]) -> Settings:
     return Settings(**settings | given)
 
 
-def _look(
+def look(
     t: Tensors,
     s: Settings,
     numbers: tuple[float | int, ...],
     contract: Contract,
     batches: int,
     HV: int,
+    layer: Layer = NO_LAYER,
 ) -> None:
     """Looks at a call whole; UnsupportedProblem where it is not the plan's."""
-    for field, x in zip(t._fields, t, strict=True):
+    for field, x in (*zip(t._fields, t, strict=True), *layer.tensors.items()):
         if x is not None and (fault := arguments.tensor_fault(field, x)):
             raise UnsupportedProblem(fault)
-    if special := traced.special(t):
+    if special := traced.special(t) or traced.wrapped(layer.tensors):
         raise UnsupportedProblem(
             f"{special}: a plan is not traced; call gdntune.{s.op} under a transform"
         )
     B = contracts.requests(t, s)
-    if (asked := contracts.contract_of(t, s)) != contract:
+    if (asked := layer.contract(contracts.contract_of(t, s))) != contract:
         raise UnsupportedProblem(
             f"the call's contract is {asked.key()}: expected this plan's, {contract.key()}"
         )
@@ -198,5 +202,5 @@ def _look(
                 f"{contracts.name_of(field, s)} has dtype {x.dtype}: a plan takes torch.int32"
             )
     contracts.check_sizes(contract, t, s, B)
-    if faults := list(arguments.faults(contract, (*t, *numbers))):
+    if faults := list(arguments.faults(contract, (*t, *numbers, *layer.values))):
         raise UnsupportedProblem("; ".join(faults))

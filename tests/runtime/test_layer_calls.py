@@ -263,6 +263,36 @@ def test_under_torch_compile(name):
     truth.judge(case).require()
 
 
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_a_plan(name):
+    """Right on its first call, on a known one, and for fewer requests; more are refused."""
+    case, mixed = made(CONTRACTS[name])
+    truth, c = Truth(case), case.contract
+    plan = gdntune.plan(Problem(c, 3, 1, 2), "cpu", norm_eps=case.norm_eps)
+    names = "A_log dt_bias num_accepted_tokens cu_seqlens output_gate norm_weight".split()
+    fields = {"num_accepted_tokens": "accepted"}
+    for call in range(2):
+        once = truth.before.clone()
+        rows = once.q.as_strided(mixed.shape, mixed.stride(), mixed.storage_offset())
+        kept = {x: getattr(once, fields.get(x, x)) for x in (*names, *CONV)}
+        kept |= {"initial_state_indices": once.read_index, "slot_indices": once.slot_index}
+        kept |= {"output_state_indices": once.write_index, "initial_state": once.state}
+        assert plan(rows, once.a, once.b, output=once.output, **kept) is once.output, call
+        truth.judge(once).require()
+    if not c.ragged:
+        want = once.output[:2].clone()
+        once = truth.before.clone()
+        rows = once.q.as_strided(mixed.shape, mixed.stride(), mixed.storage_offset())[:2]
+        by_request = ("initial_state_indices", "output_state_indices", "slot_indices")
+        by_request += ("num_accepted_tokens", "output_gate", "conv_position")
+        kept = {x: getattr(once, fields.get(x, x)) for x in (*names, *CONV)}
+        kept |= {"initial_state_indices": once.read_index, "slot_indices": once.slot_index}
+        kept |= {"output_state_indices": once.write_index}
+        kept |= {x: kept[x][:2] for x in by_request if kept[x] is not None}
+        plan(rows, once.a[:2], once.b[:2], initial_state=once.state, output=once.output[:2], **kept)
+        assert torch.equal(once.output[:2], want)
+
+
 def test_the_operators_say_what_they_write():
     """State, output and windows, and nothing else: what torch.library checks of an operator."""
     case, mixed = made(CONTRACTS["convolution"])
@@ -376,12 +406,6 @@ def test_columns_that_do_not_fit_are_refused():
     case, mixed = made(CONTRACTS["one token"])
     with pytest.raises(UnsupportedProblem, match=r"mixed_qkv has 184 columns.*2\*H\*K \+ HV\*V"):
         called(case, mixed[..., :184])
-
-
-def test_a_plan_has_no_layer():
-    """A plan's calling convention has no norm."""
-    with pytest.raises(UnsupportedProblem, match="norm='none'"):
-        gdntune.plan(Problem(CONTRACTS["one token"], 2, 1, 2), device="cpu")
 
 
 def test_a_table_without_a_layer_says_nothing_of_one():
