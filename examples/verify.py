@@ -1,6 +1,6 @@
 """Speculative decoding: T drafts per request in one call, then only some of them are accepted.
 
-Four ways, by what is written. Runs on a GPU where torch finds one, else on the CPU:
+Five ways, by what is written. Runs on a GPU where torch finds one, else on the CPU:
 python examples/verify.py
 """
 
@@ -75,6 +75,21 @@ def main() -> None:
         _close(verified, alone),
     )
     print("the committed state is the same:", _close(window.state(0), kept))
+
+    # 5. A ring of corrections: as the raw window, but what is accepted stays in the ring, and the
+    #    state is written once in several steps. `commit` writes it at once.
+    problem = gdntune.Problem(problem.contract.replace(ring=16), B, H, HV)
+    ring = gdntune.RingState(
+        problem, layers=1, slots=B, A_log=A_log[None], dt_bias=dt_bias[None], device=device
+    )
+    ring.state(0).copy_(start)
+    ring.begin(rows)
+    verified = ring.verify(0, q, k, v, a, b, rows)
+    ring.accept(rows, accepted)
+    print("a ring", ring.counts.tolist(), "entries - outputs agree:", _close(verified, alone))
+    print("no state was written:", torch.equal(ring.state(0), start))
+    ring.commit(rows)
+    print("the folded state is the same:", _close(ring.state(0), kept))
 
 
 def _close(x: torch.Tensor, y: torch.Tensor) -> bool:

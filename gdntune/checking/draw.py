@@ -1,6 +1,7 @@
 """Random tensors of a case: inputs, gates and states as a model's, or at the edges of fp32."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ def window_rows(contract: Contract, options: Options) -> int:
 
 def draw_conv(
     draw: Draw, problem: Problem, options: Options, slots: int, q: Tensor
-) -> dict[str, Tensor | None]:
+) -> dict[str, Any]:
     """The packed inputs, whose view q is, windows [slots, rows, D], weights [D, width] of a trained
     size and bias [D]; nothing where the contract has no convolution.
 
@@ -175,9 +176,7 @@ def _key_scale(c: Contract) -> float:
     return 2 * scale if c.conv == "silu" else scale
 
 
-def draw_ring(
-    draw: Draw, problem: Problem, options: Options, slots: int
-) -> dict[str, Tensor | int]:
+def draw_ring(draw: Draw, problem: Problem, options: Options, slots: int) -> dict[str, Any]:
     """Rings of all slots, every row of them filled, and when they are folded; nothing where the
     contract has none.
     """

@@ -4,9 +4,9 @@ A ring keeps of each accepted token that the state lacks its key k_i as it came,
 product of the decays behind entry i and R that of all,
 
     S_L = R S0 + sum_i F_i x_i k_i^T                             the state that the call starts from; never formed, unless it is folded
-    P'  = [k, q] S_L^T = R P + G (F x),  G = [k, q] k_ring^T     tensor cores; P = [k, q] S0^T as in `wy_block`
+    P'  = [k, q] S_L^T = R P + (G F) x,  G = [k, q] k_ring^T     tensor cores; P = [k, q] S0^T as in `wy_block`
 
-and from there on all is as in `wy_block`. A thread's share of F x is its operand in both products, so it never meets shared memory.
+and from there on all is as in `wy_block`. A thread's share of x is its operand in both products, so it never meets shared memory.
 """
 
 import dataclasses
@@ -21,12 +21,13 @@ from cutlass.memory import SmemAllocator
 
 from gdntune.kernels import decode, gates
 from gdntune.kernels import fragments as fr
-from gdntune.kernels.wy_block import Rows, Span, WYBlock
+from gdntune.kernels.wy_block import HIGHEST_ORDER, Rows, Span, WYBlock
 from gdntune.kernels.wy_block_gdn import CHUNK, RowStage
 from gdntune.kernels.wy_operands import Shape, allocate, matrix
 
 F32, BF = Float32, BFloat16
-# of bf16, that hold a correction
+# of bf16, that hold a correction as it is kept, and one times a decay
+TERMS_KEPT = {"bf16": 1, "fp32": 2}
 U_TERMS = 2
 
 
@@ -63,7 +64,7 @@ class Live:
 
 @dataclasses.dataclass(frozen=True)
 class Appended:
-    """Where a thread's new corrections go: u [rows, V] of its head, from the warp's rows of V on, and how many."""
+    """Where a thread's new corrections go: u [rows, V] of its head, and how many."""
 
     u: Any
     live: Live
@@ -72,20 +73,37 @@ class Appended:
 
 @dataclasses.dataclass(frozen=True)
 class Corrected:
-    """Where a warp's projections go, p [rows, 2N + 4] fp32, and what they lack of the ring: a tile's G, and F x."""
+    """Where a warp's projections go, p [rows, 2N + 4] fp32, and what they lack of the ring: its keys, its corrections as they came,
+    F of a lane's entry, and R.
+    """
 
     p: Any
-    g: Any
+    keys: Any
     u: Any
+    after: Any
     total: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine:
+    """What a block's rows are read from and written to: a head's states, whether it is folded, and v and the output."""
+
+    source: Any
+    goal: Any
+    folds: Any
+    v: Any
+    hv: Any
+    span: Any
+    out: Any
 
 
 class Ring(WYBlock):
     """The compile-time facts of one object."""
 
     def __init__(self, facts: dict, knobs: dict):
-        super().__init__(facts, {**knobs, "passes": 1, "pdl": "none"})
+        super().__init__(facts, {**knobs, "pdl": "none"})
         self.ring, self.u_dtype = facts["ring"], decode.DTYPES[facts["ring_dtype"]]
+        self.u_terms = TERMS_KEPT[facts["ring_dtype"]]
         s = self.shape
         self.keys = KeyShape(
             s.K, s.tokens, s.vec, s.terms, s.key_terms, s.threads, entries=self.ring
@@ -182,50 +200,70 @@ class Ring(WYBlock):
         after = fr.at_lane(x, cutlass.min(lane + 1, 31))
         return cutlass.select_(lane + 1 >= self.ring, F32(1.0), after), fr.at_lane(x, 0)
 
-    def operands_of(self, loaded, after, th):
-        """F x in bf16 terms: of each 16 entries and two octets of rows A's registers of one product, which are B's of two."""
-        u = fr.registers(U_TERMS * self.slices * self.octets * 4, BF)
+    def operands_of(self, x: "Corrected", terms: int, factors=None):
+        """x, or F x, in bf16 terms: of each 16 entries and two octets of rows A's registers of one product, which are B's of two."""
+        u = fr.registers(terms * self.slices * self.octets * 4, BF)
         for n in range(2 * self.slices):
-            factors = [fr.at_lane(after, 8 * n + 2 * th.c + e) for e in range(2)]
             for j in range(self.octets):
                 both = fr.registers(2)
                 for e in range(2):
-                    both[e] = loaded[(2 * n + e) * self.octets + j].to(F32) * factors[e]
-                for term in range(U_TERMS):
+                    both[e] = x.u[(2 * n + e) * self.octets + j].to(F32)
+                    if factors is not None:
+                        both[e] = both[e] * factors[2 * n + e]
+                for term in range(terms):
                     at = self.u_place(term, n // 2, j) + n % 2 * 4
                     cute.autovec_copy(fr.split(both), fr.pair(u, at))
         return u
+
+    def factors_of(self, x: "Corrected", th):
+        """F of entries 2c and 2c + 1 of each eight."""
+        return [fr.at_lane(x.after, n // 2 * 8 + 2 * th.c + n % 2) for n in range(4 * self.slices)]
 
     def u_place(self, term: int, piece: int, octet: int) -> int:
         """Where an octet's registers begin: their halves along the entries are four elements apart."""
         return ((term * self.slices + piece) * (self.octets // 2) + octet // 2) * 8 + octet % 2 * 2
 
-    def meet(self, o, keys: KeyRows, th):
-        """G of each tile of tokens as A's registers, its bf16 terms where A has room for them: see `add_ring`."""
-        s = self.shape
+    def project(self, raw, o, th, x: "Corrected"):
+        """P' of the warp's rows: P and G by the same reads of [k, q], then what the ring adds."""
+        s, C = self.shape, self.chains
+        p = fr.registers(C * s.tiles * self.octets * 4, F32, 0.0)
         sums = fr.registers(s.tiles * self.slices * 8, F32, 0.0)
+        bases = [s.place_a(th, a) for a in range(s.fragments)]
         row = th.lane // 16 * 8 + th.lane % 8
         place = row * s.stride + th.lane // 8 % 2 * 8
-        for x in range(s.products):
-            for other in range(s.terms):
-                for piece in range(self.slices):
-                    b = fr.registers(8, BF)
-                    first = (other * self.ring + 16 * piece) * s.stride + 16 * x
-                    fr.read_matrices(keys.x, place + first, b)
-                    for a in range(s.fragments):
-                        A = fr.registers(8, BF)
-                        fr.read_matrices(o.x, s.place_a(th, a) + 16 * x, A)
-                        for half in range(2):
-                            at = ((s.tile(a) * self.slices + piece) * 2 + half) * 4
-                            fr.mma(
-                                fr.accumulator(sums, at),
-                                fr.operand_a(A),
-                                fr.operand_b(b, 4 * half),
-                            )
-        return self.tokens_as_a(sums)
+        for i in range(s.products):
+            # else all matrices of the loop are read at its head, into as many registers as the state has
+            if i % 2 == 0:
+                cute.arch.sync_warp()
+            states = [self.state_operands(raw, j, i) for j in range(self.octets)]
+            entries = fr.registers(s.terms * self.slices * 8, BF)
+            for n in range(s.terms * self.slices):
+                fr.read_matrices(x.keys.x, place + 16 * (n * s.stride + i), entries, 8 * n)
+            for a in range(s.fragments):
+                A = fr.registers(8, BF)
+                fr.read_matrices(o.x, bases[a] + 16 * i, A)
+                chain = (a if s.fragments > s.tiles else i) % C
+                for order in range(self.state_terms):
+                    if s.first_term(a) + order > HIGHEST_ORDER:
+                        continue
+                    for j in range(self.octets):
+                        at = ((chain * s.tiles + s.tile(a)) * self.octets + j) * 4
+                        fr.mma(fr.accumulator(p, at), fr.operand_a(A), states[j][order])
+                for n in range(s.terms * self.slices):
+                    for half in range(2):
+                        at = ((s.tile(a) * self.slices + n % self.slices) * 2 + half) * 4
+                        b = fr.operand_b(entries, 8 * n + 4 * half)
+                        fr.mma(fr.accumulator(sums, at), fr.operand_a(A), b)
+        # as operands they are twice as many registers
+        cute.arch.sync_warp()
+        u = self.operands_of(x, self.u_terms)
+        g = self.tokens_as_a(sums, self.factors_of(x, th))
+        for n in range(s.tiles):
+            for j in range(self.octets):
+                self.write_projection(p, (g, u), n, j, th, x)
 
-    def tokens_as_a(self, sums):
-        """Sums of [k, q] and 16 entries as the next product's A, whose registers lie as the sums do.
+    def tokens_as_a(self, sums, factors):
+        """Sums of [k, q] and 16 entries, times F, as the next product's A, whose registers lie as the sums do.
 
         Packed: the second term in the rows where the tokens' second terms were. Else in registers behind.
         """
@@ -235,21 +273,22 @@ class Ring(WYBlock):
         for n in range(s.tiles * self.slices):
             for half in range(2):
                 at, to = (2 * n + half) * 4, n * terms * 8 + half * 4
+                f = factors[2 * (2 * (n % self.slices) + half) :][:2]
                 both = fr.registers(2)
                 if s.packed:
                     for e in range(2):
-                        both[e] = sums[at + e] + sums[at + 2 + e]
+                        both[e] = (sums[at + e] + sums[at + 2 + e]) * f[e]
                     for term in range(2):
                         cute.autovec_copy(fr.split(both), fr.pair(g, to + 2 * term))
                 else:
                     for which in range(2):
                         for e in range(2):
-                            both[e] = sums[at + 2 * which + e]
+                            both[e] = sums[at + 2 * which + e] * f[e]
                         for term in range(2):
                             cute.autovec_copy(fr.split(both), fr.pair(g, to + 8 * term + 2 * which))
         return g
 
-    def write_projection(self, p, n: int, j: int, th, sP: Corrected) -> None:
+    def write_projection(self, p, ring, n: int, j: int, th, sP: Corrected) -> None:
         """With the ring's part in P."""
         s = self.shape
         at = (n * self.octets + j) * 4
@@ -259,7 +298,7 @@ class Ring(WYBlock):
             if self.chains > 1:
                 y[e] = y[e] + p[s.tiles * self.octets * 4 + at + e]
             y[e] = y[e] * sP.total
-        self.add_ring(fr.accumulator(y), sP, n, j)
+        self.add_ring(fr.accumulator(y), *ring, n, j)
         for e in range(2):
             row = self.row_of(j, 2 * th.c + e)
             if s.packed:
@@ -268,17 +307,17 @@ class Ring(WYBlock):
                 sP.p[row, 8 * n + th.g] = y[e]
                 sP.p[row, s.N + 8 * n + th.g] = y[2 + e]
 
-    def add_ring(self, acc, x: Corrected, n: int, j: int) -> None:
-        """G (F x) of a tile of tokens and an octet of rows; the product of both second terms is below fp32's roundoff."""
+    def add_ring(self, acc, g, u, n: int, j: int) -> None:
+        """(G F) x of a tile of tokens and an octet of rows; the product of both second terms is below fp32's roundoff."""
         terms = 1 if self.shape.packed else 2
         for piece in range(self.slices):
             for term in range(terms):
                 at = ((n * self.slices + piece) * terms + term) * 8
-                for u_term in range(U_TERMS - term):
+                for u_term in range(min(self.u_terms, 2 - term)):
                     b, place = fr.registers(4, BF), self.u_place(u_term, piece, j)
                     for half in range(2):
-                        cute.autovec_copy(fr.pair(x.u, place + 4 * half), fr.pair(b, 2 * half))
-                    fr.mma(acc, fr.operand_a(x.g, at), fr.operand_b(b))
+                        cute.autovec_copy(fr.pair(u, place + 4 * half), fr.pair(b, 2 * half))
+                    fr.mma(acc, fr.operand_a(g, at), fr.operand_b(b))
 
     @cute.jit
     def keep_u(self, u, o, new, row):
@@ -287,33 +326,36 @@ class Ring(WYBlock):
             if t < new.tokens:
                 new.u[new.live.place(new.live.count + t), row] = u[t].to(self.u_dtype)
 
-    def fold(self, raw, keys: KeyRows, x: Corrected, th) -> None:
+    def fold(self, raw, x: Corrected, th) -> None:
         """S_L, rounded, in place of S0."""
         s = self.shape
+        u = self.operands_of(x, U_TERMS, self.factors_of(x, th))
         row = th.lane // 8 % 2 * 8 + th.lane % 8
         place = row * s.stride + th.lane // 16 * 8
         for first in range(0, self.share // 2, 2):
+            if first % 4 == 0:
+                cute.arch.sync_warp()
             words = fr.registers(s.terms * self.slices * 8, BF)
             for n in range(s.terms * self.slices):
                 fr.read_matrices(
-                    keys.x, place + 16 * n * s.stride + 8 * first, words, 8 * n, transpose=True
+                    x.keys.x, place + 16 * n * s.stride + 8 * first, words, 8 * n, transpose=True
                 )
             for i in range(2):
                 for m in range(self.octets // 2):
-                    self.fold_two(raw, words, x, first + i, i, m)
+                    self.fold_two(raw, words, u, x.total, first + i, i, m)
 
-    def fold_two(self, raw, words, x: Corrected, column: int, i: int, m: int) -> None:
+    def fold_two(self, raw, words, u, total, column: int, i: int, m: int) -> None:
         """Two octets of rows, eight keys."""
         y = fr.registers(4)
         places = [(2 * m + half) * self.share + 2 * column for half in range(2)]
         for half in range(2):
-            fr.pair(y, 2 * half).store(fr.wide(fr.pair(raw, places[half]), 2).load() * x.total)
+            fr.pair(y, 2 * half).store(fr.wide(fr.pair(raw, places[half]), 2).load() * total)
         acc = fr.accumulator(y)
         for term in range(self.shape.terms):
             for piece in range(self.slices):
                 b = fr.operand_b(words, (term * self.slices + piece) * 8 + 4 * i)
                 for u_term in range(U_TERMS - term):
-                    a = fr.operand_a(x.u, self.u_place(u_term, piece, 2 * m))
+                    a = fr.operand_a(u, self.u_place(u_term, piece, 2 * m))
                     fr.mma(acc, a, b)
         for half in range(2):
             fr.pair(raw, places[half]).store(fr.pair(y, 2 * half).load().to(self.state_dtype))
@@ -330,10 +372,34 @@ class Ring(WYBlock):
                 )
 
     def own_memory(self, smem, warp):
-        """A warp's own shared memory, p; warps without rows are given the last one's."""
+        """A warp's own shared memory, p; warps without rows leave it alone."""
         W, R, P = self.row_warps, self.rows, 2 * self.shape.N + 4
         p = smem.allocate_tensor(F32, cute.make_layout((W, R, P), stride=(R * P, P, 1)), 16)
         return p[cutlass.min(warp, W - 1), None, None]
+
+    @cute.jit
+    def run_rows(self, o, x, new, mine, came, values, row0, th):
+        """A warp's rows, `rows` at a time: the next ones are on their way while these are worked on."""
+        for it in cutlass.range_constexpr(self.passes):
+            first = row0 + it * self.rows
+            raw = self.turned(came)
+            self.project(raw, o, th, x)
+            cute.arch.sync_warp()
+            these, own = values, x
+            if const_expr(it + 1 < self.passes):
+                row = first + self.rows
+                came = self.load_state(mine.source, row, th)
+                x = dataclasses.replace(x, u=self.load_corrections(new.u, new.live, row, th))
+                values = self.load_values(mine.v, mine.span, mine.hv, row + th.lane % self.rows)
+                cute.arch.sync_warp()
+            kept = Appended(cute.domain_offset((0, first), new.u), new.live, new.tokens)
+            out = cute.domain_offset((0, first), mine.out)
+            self.solve(o, Rows(x.p, kept), these, th, th.lane < self.rows, mine.span, out)
+            if mine.folds:
+                self.fold(raw, own, th)
+                self.store_state(raw, mine.goal, first, th)
+            if const_expr(it + 1 < self.passes):
+                cute.arch.sync_warp()
 
     @cute.kernel
     def kernel(
@@ -352,7 +418,7 @@ class Ring(WYBlock):
         cute.arch.sync_warp()
         span = Span(n, Int32(0), tokens, False)
         v0 = vt * self.tile_v
-        row0 = v0 + cutlass.min(th.warp, self.row_warps - 1) * self.rows
+        row0 = v0 + cutlass.min(th.warp, self.row_warps - 1) * (self.rows * self.passes)
         row = th.lane % self.rows
 
         # what does not hang on the slot is loaded while the slot's index is on its way
@@ -365,7 +431,8 @@ class Ring(WYBlock):
 
         live_slot, writes = self.named(slot, write_slot, slots, null_index)
         if live_slot:
-            raw = self.load_state(state[Int64(slot), hv, None, None], row0, th)
+            source = state[Int64(slot), hv, None, None]
+            came = self.load_state(source, row0, th)
             # what follows does not move across this: it would wait for k before the state is asked for
             cute.arch.sync_warp()
             live = Live(
@@ -404,23 +471,22 @@ class Ring(WYBlock):
                     self.append_keys(loaded, k_rows, live, appended, th.tid)
                 if th.tid < appended:
                     decays[live.place(live.count + th.tid)] = decay
+            cute.arch.sync_threads()
+            # while the ring and the state are on their way
+            self.stage.combine(o, th, decay, beta, scale, use_qk_l2norm)
             self.fill_keys(old_keys, keys, th.tid)
             cute.arch.sync_threads()
-            self.stage.combine(o, th, decay, beta, scale, use_qk_l2norm)
             after, total = self.behind(old_decay, th.lane)
-            x = Corrected(p, self.meet(o, keys, th), self.operands_of(old_u, after, th), total)
-            raw = self.turned(raw)
-            self.project(raw, o, th, x)
-            cute.arch.sync_threads()
-            if th.warp < self.row_warps:
-                owns = th.lane < self.rows
-                mine = cutlass.select_(owns, appended, Int32(0))
-                new = Appended(cute.domain_offset((0, row0), u_rows), live, mine)
-                out = cute.domain_offset((0, row0), output[n, None, hv, None])
-                self.solve(o, Rows(p, new), values, th, owns, span, out)
-                if folds and writes:
-                    self.fold(raw, keys, x, th)
-                    self.store_state(raw, state[Int64(write_slot), hv, None, None], row0, th)
+            x = Corrected(p, keys, old_u, after, total)
+            new = Appended(u_rows, live, cutlass.select_(th.lane < self.rows, appended, Int32(0)))
+            goal = state[Int64(write_slot), hv, None, None]
+            out = output[n, None, hv, None]
+            mine = Mine(source, goal, folds and writes, v, hv, span, out)
+            if const_expr(32 * self.row_warps == self.threads):
+                self.run_rows(o, x, new, mine, came, values, row0, th)
+            else:
+                if th.warp < self.row_warps:
+                    self.run_rows(o, x, new, mine, came, values, row0, th)
         else:
             self.zero_rows(output, n, Int32(0), tokens, hv, v0, th.tid)
 

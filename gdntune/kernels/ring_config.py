@@ -20,6 +20,7 @@ class Knobs:
         "threads a block, all of which work on what depends on q, k and the gates alone",
         default=128,
     )
+    passes: int = knob("ps", "times that a warp takes new rows", default=1)
     registers: int = knob(
         "rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0
     )
@@ -37,7 +38,7 @@ def _inner(c: Contract) -> Contract:
 
 
 def _block_knobs(s: Knobs) -> wy_block_config.Knobs:
-    return wy_block_config.Knobs(s.rows, s.warps, s.threads, registers=s.registers)
+    return wy_block_config.Knobs(s.rows, s.warps, s.threads, s.passes, s.registers)
 
 
 def refuse(c: Contract, s: Knobs) -> str | None:
@@ -56,8 +57,9 @@ def block(c: Contract, s: Knobs) -> Block:
 
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first: those of `wy_block`, and more caps on registers."""
-    tried = [Knobs(rows, 4, registers=r) for rows in (32, 16) for r in (0, 128, 168, 96)]
-    tried += [Knobs(16, 8, 256), Knobs(32, 2), Knobs(16, 2)]
+    tried = [Knobs(32, 4), Knobs(32, 4, registers=128)]
+    tried += [Knobs(16, 4, registers=r) for r in (0, 96, 80)]
+    tried += [Knobs(16, 4, passes=2, registers=128), Knobs(32, 2), Knobs(16, 2)]
     return tuple(s for s in dict.fromkeys(tried) if not refuse(c, s))
 
 

@@ -1,5 +1,5 @@
-"""What verifying drafts is expected to cost, of what a table measured: a state per token, or outputs
-alone and a commit.
+"""What verifying drafts is expected to cost, of what a table measured: a state per token, outputs
+alone and a commit, or a ring of corrections.
 """
 
 import bisect
@@ -7,7 +7,7 @@ import bisect
 import msgspec
 
 from gdntune.errors import UnsupportedProblem
-from gdntune.problem import Contract
+from gdntune.problem import RINGS, Contract
 from gdntune.results.table import Table
 
 
@@ -91,6 +91,11 @@ def ways(
             how=f"{commit.how}; 1 of {layers} layers of a commit",
         )
         found.append(("raw window", [alone, share]))
+    for ring in RINGS:
+        kept_apart = estimate(table, contract.replace(mode="update", ring=ring), work_units)
+        if kept_apart is not None:
+            how = f"{kept_apart.how}; with 0 to {ring} live entries, folds included"
+            found.append((f"a ring of {ring}", [msgspec.structs.replace(kept_apart, how=how)]))
     made = []
     for name, calls in found:
         step_us = sum(c.time_us for c in calls)

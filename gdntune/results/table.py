@@ -33,7 +33,7 @@ WorkUnits = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORK_UNITS)]
 Micros = Annotated[float, msgspec.Meta(gt=0)]
 
 # Without these equal a variant's tile and vector sizes mean something else, so a rule says nothing.
-_REQUIRED = ("op", "K", "V", "layout", "norm", "conv")
+_REQUIRED = ("op", "K", "V", "layout", "norm", "conv", "ring")
 # What decides time, the first the most; the other fields (dtypes of small tensors, gate and beta)
 # are not looked at for an exact match.
 _NEARNESS = ("state_dtype", "intermediate", "mode", "tokens", "ragged", "pool", "accepted")

@@ -352,12 +352,11 @@ class RingState:
     ) -> Tensor:  # fmt: skip
         c = self.problem.contract
         gates: dict[str, Any] = {"b" if c.beta == "logit" else "beta": b}
-        gates |= (
-            {"A_log": A_log, "dt_bias": dt_bias, "a": gate} if c.has_parameters else {"g": gate}
-        )
+        gates["a" if c.has_parameters else "g"] = gate
         return gated_delta_rule_verify(
             q, k, v, initial_state=self.states[:, heads], initial_state_indices=read,
-            output_state_indices=write, ring_k=self.ring_k[:, keys], ring_u=self.ring_u[:, heads],
+            output_state_indices=write, A_log=A_log, dt_bias=dt_bias, ring_k=self.ring_k[:, keys],
+            ring_u=self.ring_u[:, heads],
             ring_decay=self.ring_decay[:, heads], ring_base=self._row_base[: count.shape[0]],
             ring_count=count, capacity=c.ring, flush_min=flush_min, append=append,
             state_layout=c.layout, null_index=self.null_index,

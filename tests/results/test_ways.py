@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gdntune.errors import UnsupportedProblem
@@ -41,6 +42,19 @@ def test_the_window_reads_once_and_writes_once():
         alone, commit = first.calls
         assert first.step_us == pytest.approx(alone.time_us + commit.time_us)
         assert alone.contract.count("frozen") and "1 of 36 layers" in commit.how
+
+
+def test_a_ring_is_a_rule_of_its_own():
+    """Where a table has cells of a ring, it is a way; no rule without one stands in its place."""
+    assert not any("ring" in w.name for w in drafts.ways(H200, FOUR, 64, 0.7, 36))
+    rule, _ = H200.find(FOUR, 1)
+    ringed = msgspec.structs.replace(rule, when=rule.when.replace(ring=16))
+    with_ring = msgspec.structs.replace(H200, rules=[*H200.rules, ringed])
+    (way,) = [w for w in drafts.ways(with_ring, FOUR, 64, 0.7, 36) if w.name == "a ring of 16"]
+    assert way.step_us == drafts.estimate(H200, FOUR, 64).time_us
+    assert "0 to 16 live entries" in way.calls[0].how
+    found, _ = with_ring.find(FOUR, 1)
+    assert found.when.ring == 0
 
 
 def test_tokens_that_are_kept():
