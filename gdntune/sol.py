@@ -87,13 +87,13 @@ def bytes_moved(problem: Problem) -> int:
 
 
 def _ring_bytes(problem: Problem) -> int:
-    """In the mean over windows of 0 to `ring` live entries, as cases draw them: those read, T
-    written, and the state written by one call in ring / T, where all drafts are accepted.
+    """In the mean over a cycle in which all drafts are accepted: T, 2T, ... to `ring` live entries
+    read, T written, and the state written by one call in ring / T.
     """
     c = problem.contract
     entry = problem.H * c.K * ITEMSIZE[c.input_dtype]
     entry += problem.HV * (c.V * ITEMSIZE[c.ring_dtype] + 4)
-    rows = problem.B * (c.ring / 2 + c.tokens)
+    rows = problem.B * ((c.ring + c.tokens) / 2 + c.tokens)
     return round(entry * rows + state_bytes(problem) * c.tokens / c.ring)
 
 

@@ -94,7 +94,7 @@ def ways(
     for ring in RINGS:
         kept_apart = estimate(table, contract.replace(mode="update", ring=ring), work_units)
         if kept_apart is not None:
-            how = f"{kept_apart.how}; with 0 to {ring} live entries, folds included"
+            how = f"{kept_apart.how}; in the mean over a cycle, folds included"
             found.append((f"a ring of {ring}", [msgspec.structs.replace(kept_apart, how=how)]))
     made = []
     for name, calls in found:

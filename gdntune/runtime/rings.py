@@ -5,7 +5,7 @@ What is kept of an accepted token is its key, its correction u and its decay; th
 until a fold. FlashInfer calls the protocol ucache, after u; the ReplaySSM of SGLang is `RawWindow`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,6 +117,101 @@ def gated_delta_rule_verify(
     return ring_call.run(given, settings, (capacity, flush_min, append))
 
 
+class _Token(NamedTuple):
+    """One token for a call that folds alone, which nobody keeps: q and k, v, gate and beta, and the
+    output, which nobody reads.
+    """
+
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    output: Tensor
+
+    @classmethod
+    def of(cls, B: int, ring_k: Tensor, ring_u: Tensor) -> "_Token":
+        """For B requests behind these rings, on all their heads."""
+        keys, heads, V = ring_k.shape[1], ring_u.shape[1], ring_u.shape[3]
+        return cls(
+            ring_k.new_zeros(1, 1, keys, ring_k.shape[3]), ring_k.new_zeros(1, 1, heads, V),
+            ring_k.new_zeros(1, 1, heads, dtype=torch.float32), ring_k.new_empty(B, 1, heads, V),
+        )  # fmt: skip
+
+
+def gated_delta_rule_commit(
+    checkpoint_state: Tensor,
+    ring_k: Tensor,
+    ring_u: Tensor,
+    ring_decay: Tensor,
+    ring_base: Tensor,
+    ring_count: Tensor,
+    state_indices: Tensor,
+    accept_lens: Tensor | None = None,
+    *,
+    track_state_indices: Tensor | None = None,
+    track_steps: Tensor | None = None,
+    capacity: int = 16,
+    state_layout: str = "k_last",
+    null_block_id: int = NOBODY,
+    batch_invariant: bool = False,
+) -> None:
+    """Folds rings into states in one launch: of all layers, where their heads lie side by side.
+
+    checkpoint_state: [slots, heads, V, K] (v_last: [slots, heads, K, V]), updated in place; heads
+        are HV, or layers * HV. ring_k, ring_u, ring_decay, ring_base, ring_count, capacity: as in
+        `gated_delta_rule_verify`, of as many heads. They are read alone: a caller then sets
+        counts to 0.
+    state_indices: [B] int32 or int64; two live ones must differ. Negative, null_block_id (0 in
+        vLLM's and SGLang's pools) and what is outside the pool is padding.
+    accept_lens: [B] int32 or int64: so many of the entries behind the live ones are folded too: the
+        drafts accepted of a verify just before, if it did not fold. None: none. ring_count +
+        accept_lens is clamped to capacity.
+    track_state_indices, track_steps: [B] each: the state after accepted token track_steps[n],
+        counted from 0, goes to slot track_state_indices[n] too, by a launch before. Where that
+        token was not accepted, or the slot is padding, nothing is written. Tracked slots must
+        differ from one another and from all live ones.
+
+    Allocates its outputs, which nobody reads. Errors are as in `gated_delta_rule_verify`.
+    """
+    if (track_state_indices is None) != (track_steps is None):
+        raise UnsupportedProblem("track_state_indices and track_steps: expected both or neither")
+    B = state_indices.shape[0]
+    token = _Token.of(B, ring_k, ring_u)
+    rings = (ring_k, ring_u, ring_decay)
+    accepted = torch.zeros_like(ring_count)
+    if accept_lens is not None:
+        check_pair(B, "accept_lens", accept_lens)
+        accepted = accept_lens.to(torch.int32).clamp(min=0)
+    given: dict[str, Any] = {
+        "capacity": capacity, "state_layout": state_layout, "null_index": null_block_id,
+        "batch_invariant": batch_invariant,
+    }  # fmt: skip
+    if track_state_indices is not None and track_steps is not None:
+        check_pair(B, "track_state_indices", track_state_indices)
+        check_pair(B, "track_steps", track_steps)
+        step = track_steps.to(torch.int32)
+        reached = (step >= 0) & (step < accepted)
+        goal = torch.where(reached, track_state_indices.to(torch.int32), NOBODY)
+        _fold(checkpoint_state, rings, ring_base, ring_count + step + 1, state_indices, goal, token,
+              given)  # fmt: skip
+    _fold(checkpoint_state, rings, ring_base, ring_count + accepted, state_indices, state_indices,
+          token, given)  # fmt: skip
+
+
+def _fold(
+    states: Tensor, rings: tuple[Tensor, ...], base: Tensor, count: Tensor, read: Tensor,
+    write: Tensor, token: _Token, given: dict[str, Any],
+) -> None:  # fmt: skip
+    """The states of slots `read` with `count` entries of their rings, to slots `write`."""
+    B, most = count.shape[0], given["capacity"]
+    k, v, gate = (x.expand(B, *x.shape[1:]) for x in token[:3])
+    gated_delta_rule_verify(
+        k, k, v, initial_state=states, initial_state_indices=read.to(torch.int32),
+        output_state_indices=write.to(torch.int32), ring_k=rings[0], ring_u=rings[1],
+        ring_decay=rings[2], ring_base=base, ring_count=count.clamp(0, most), g=gate, beta=gate,
+        flush_min=0, append=False, output=token.output[:B], **given,
+    )  # fmt: skip
+
+
 class RingState:
     """The states of all layers of a model, a ring beside each, and where each sequence is in its
     ring.
@@ -177,32 +272,25 @@ class RingState:
         # one more, which padding writes to
         self._base, self._count = zeros(torch.int32, 2, slots + 1)
         self._row_base, self._row_count = zeros(torch.int32, 2, problem.B)
-        # a commit's one token, which nobody reads or keeps
-        self._token = {
-            "k": zeros(TORCH[c.input_dtype], 1, 1, keys, c.K),
-            "v": zeros(TORCH[c.input_dtype], 1, 1, heads, c.V),
-            "gate": zeros(TORCH[c.gate_dtype], 1, 1, heads),
-            "b": zeros(TORCH[c.beta_dtype], 1, 1, heads),
-        }
-        self._unread = zeros(TORCH[c.input_dtype], problem.B, 1, heads, c.V)
+        self._token = _Token.of(problem.B, self.ring_k, self.ring_u)
         self._tokens = c.tokens
 
     @property
-    def contract(self) -> Contract:
-        """What verify calls, for `gdntune.prepare` and for a sweep's config."""
+    def contracts(self) -> tuple[Contract, Contract]:
+        """What verify and commit call, for `gdntune.prepare` and for a sweep's config."""
         c = self.problem.contract
-        if self._A_log is None or self._dt_bias is None:
-            return c
-        return c.replace(
-            A_log_dtype=DTYPES[self._A_log.dtype], dt_bias_dtype=DTYPES[self._dt_bias.dtype]
-        )
+        if self._A_log is not None and self._dt_bias is not None:
+            c = c.replace(
+                A_log_dtype=DTYPES[self._A_log.dtype], dt_bias_dtype=DTYPES[self._dt_bias.dtype]
+            )
+        return c, commit_contract(c)
 
     @property
     def bytes(self) -> int:
         """Bytes of all that it owns."""
         owned = (
             self.states, self.ring_k, self.ring_u, self.ring_decay, self._base, self._count,
-            self._row_base, self._row_count, self._unread, *self._token.values(),
+            self._row_base, self._row_count, *self._token,
         )  # fmt: skip
         return sum(t.numel() * t.element_size() for t in owned)
 
@@ -267,10 +355,16 @@ class RingState:
         A_log = dt_bias = None
         if self._A_log is not None and self._dt_bias is not None:
             A_log, dt_bias = self._A_log[layer], self._dt_bias[layer]
-        return self._run(
-            q, k, v, gate, b, heads, keys, A_log, dt_bias, state_indices, state_indices,
-            self._row_count[:B], self.flush_min, True,
-            retrieve_parent_token=retrieve_parent_token, output=output, **settings,
+        c = self.problem.contract
+        gates: dict[str, Any] = {"b" if c.beta == "logit" else "beta": b}
+        gates["a" if c.has_parameters else "g"] = gate
+        return gated_delta_rule_verify(
+            q, k, v, initial_state=self.states[:, heads], initial_state_indices=state_indices,
+            A_log=A_log, dt_bias=dt_bias, ring_k=self.ring_k[:, keys], ring_u=self.ring_u[:, heads],
+            ring_decay=self.ring_decay[:, heads], ring_base=self._row_base[:B],
+            ring_count=self._row_count[:B], capacity=c.ring, flush_min=self.flush_min,
+            state_layout=c.layout, null_index=self.null_index, output=output,
+            retrieve_parent_token=retrieve_parent_token, **gates, **settings,
         )  # fmt: skip
 
     def accept(self, state_indices: Tensor, accept_lens: Tensor) -> None:
@@ -299,7 +393,7 @@ class RingState:
         *,
         track_state_indices: Tensor | None = None,
         track_counts: Tensor | None = None,
-        **settings: Any,
+        batch_invariant: bool = False,
     ) -> None:
         """Folds all live entries of these requests into the states of all layers, in one launch:
         for sequences that go on without a ring, or whose state is asked for.
@@ -309,7 +403,7 @@ class RingState:
             too, by a launch before, for a prefix cache; clamped to those there are; where the slot
             is padding, nothing is written. Tracked slots must differ from one another and from all
             live ones; what their ring holds is dropped.
-        settings: use_qk_l2norm and the like mean nothing here; batch_invariant alone does.
+        batch_invariant: as of `gated_delta_rule_decode`.
         """
         B = self._requests(state_indices)
         self.begin(state_indices)
@@ -324,44 +418,23 @@ class RingState:
             if environment.checking():
                 self._check_tracked(state_indices, track_state_indices)
             reached = torch.minimum(track_counts.to(torch.int32).clamp(min=0), count)
-            self._fold(state_indices, track_state_indices, reached, settings)
+            self._fold(state_indices, track_state_indices, reached, batch_invariant)
             nothing = torch.zeros_like(count)
             live = self._places(state_indices) < self.slots
             target = torch.where(live, track_state_indices, NOBODY)
             self._keep(target, nothing, nothing)
-        self._fold(state_indices, state_indices, count, settings)
+        self._fold(state_indices, state_indices, count, batch_invariant)
         self._keep(state_indices, (base + count) % self.rows, torch.zeros_like(count))
 
-    def _fold(self, read: Tensor, write: Tensor, count: Tensor, settings: dict[str, Any]) -> None:
-        """The states of slots `read` with their first `count` entries, to slots `write`."""
-        B, every = count.shape[0], slice(None)
-        x = {name: t.expand(B, *t.shape[1:]) for name, t in self._token.items()}
-        A_log = dt_bias = None
-        if self._A_log is not None and self._dt_bias is not None:
-            A_log, dt_bias = self._A_log.flatten(), self._dt_bias.flatten()
-        self._run(
-            x["k"], x["k"], x["v"], x["gate"], x["b"], every, every, A_log, dt_bias,
-            read.to(torch.int32), write.to(torch.int32), count, 0, False,
-            output=self._unread[:B], **settings,
-        )  # fmt: skip
-
-    def _run(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, b: Tensor, heads: slice, keys: slice,
-        A_log: Tensor | None, dt_bias: Tensor | None, read: Tensor, write: Tensor, count: Tensor,
-        flush_min: int | None, append: bool, **settings: Any,
-    ) -> Tensor:  # fmt: skip
+    def _fold(self, read: Tensor, write: Tensor, count: Tensor, invariant: bool) -> None:
         c = self.problem.contract
-        gates: dict[str, Any] = {"b" if c.beta == "logit" else "beta": b}
-        gates["a" if c.has_parameters else "g"] = gate
-        return gated_delta_rule_verify(
-            q, k, v, initial_state=self.states[:, heads], initial_state_indices=read,
-            output_state_indices=write, A_log=A_log, dt_bias=dt_bias, ring_k=self.ring_k[:, keys],
-            ring_u=self.ring_u[:, heads],
-            ring_decay=self.ring_decay[:, heads], ring_base=self._row_base[: count.shape[0]],
-            ring_count=count, capacity=c.ring, flush_min=flush_min, append=append,
-            state_layout=c.layout, null_index=self.null_index,
-            **gates, **settings,
-        )  # fmt: skip
+        given = {
+            "capacity": c.ring, "state_layout": c.layout, "null_index": self.null_index,
+            "batch_invariant": invariant,
+        }  # fmt: skip
+        rings = (self.ring_k, self.ring_u, self.ring_decay)
+        base = self._row_base[: count.shape[0]]
+        _fold(self.states, rings, base, count, read, write, self._token, given)
 
     def _keep(self, slots: Tensor, base: Tensor, count: Tensor) -> None:
         at = self._places(slots)
@@ -409,6 +482,14 @@ class RingState:
         check_unique("track_state_indices", tracked)
         if both := sorted(set(tracked) & set(live)):
             raise checked(f"slots {both} are tracked and live: expected other slots")
+
+
+def commit_contract(c: Contract) -> Contract:
+    """What a commit calls behind a verify of a contract: one token, without a gate to compute."""
+    return c.replace(
+        tokens=1, gate="log", gate_dtype="fp32", beta="given", beta_dtype="fp32",
+        A_log_dtype="fp32", dt_bias_dtype="fp32",
+    )  # fmt: skip
 
 
 def _fault(problem: Any, layers: Any, slots: Any) -> str | None:

@@ -10,6 +10,7 @@ import gdntune
 from gdntune.checking.cases import make_case
 from gdntune.checking.reference import gates, normalised, recurrence
 from gdntune.problem import Contract, Problem
+from gdntune.runtime.rings import commit_contract
 
 GDN = Contract(tokens=4, K=64, V=32, state_dtype="fp32", ring=16)
 CASES = {
@@ -20,10 +21,9 @@ CASES = {
     "beta given": GDN.replace(beta="given", beta_dtype="fp32", tokens=8),
     "one token": GDN.replace(tokens=1),
 }
-# what a machine without a compiler needs: a commit is of one token
-CONTRACTS = [
-    c.replace(tokens=T) for c in CASES.values() for T in {1, max(1, c.tokens - 1), c.tokens}
-]
+# what a machine without a compiler needs
+CONTRACTS = [c.replace(tokens=T) for c in CASES.values() for T in {max(1, c.tokens - 1), c.tokens}]
+CONTRACTS += [commit_contract(c) for c in CASES.values()]
 SEQUENCES = int(os.environ.get("GDNTUNE_DRAFT_SEQUENCES", 20))
 STEPS = int(os.environ.get("GDNTUNE_DRAFT_STEPS", 30))
 LAYERS, H, HV = 2, 1, 2
@@ -196,6 +196,35 @@ def test_a_tracked_slot_gets_the_state_of_a_prefix(device):
             torch.testing.assert_close(
                 of(made, layer)[slot], after[0, tokens - 1], rtol=1e-4, atol=1e-4
             )
+
+
+@by_device
+def test_a_commit_of_accepted_drafts(device):
+    """The function of tensors: accepted drafts are folded with the live entries, all layers at once,
+    and a second slot has the state after one of them; a request that accepted fewer has none.
+    """
+    torch.manual_seed(0)
+    made, parameters = rings(device=device)
+    start = [of(made, layer) for layer in range(LAYERS)]
+    slots = torch.tensor([1, 4], device=device)
+    given = [drafts(GDN, 2, device) for _ in range(LAYERS)]
+    made.begin(slots)
+    for layer in range(LAYERS):
+        made.verify(layer, *given[layer], slots)
+    before = made.states[3].clone()
+    none = torch.zeros(2, dtype=torch.int32, device=device)
+    gdntune.gated_delta_rule_commit(
+        made.states, made.ring_k, made.ring_u, made.ring_decay, none, none, slots,
+        torch.tensor([3, 1], device=device), track_state_indices=torch.tensor([2, 3], device=device),
+        track_steps=torch.tensor([1, 1], device=device),
+    )  # fmt: skip
+    for layer in range(LAYERS):
+        _, after = truth(GDN, parameters, layer, given[layer], start[layer][slots])
+        for slot, n, tokens in ((1, 0, 3), (2, 0, 2), (4, 1, 1)):
+            torch.testing.assert_close(
+                of(made, layer)[slot], after[n, tokens - 1], rtol=1e-4, atol=1e-4
+            )
+    assert torch.equal(made.states[3], before)
 
 
 @by_device
