@@ -45,6 +45,12 @@ def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
     if c.input_dtype == "fp32":
         return "input_dtype=fp32: keys are one or two terms of bf16, expected bf16 or fp16"
+    if s.threads == 64:
+        # `wy_block` has no such block: legal as one of twice the warps in half the passes
+        if s.warps != 2:
+            return f"threads=64 with warps={s.warps}: expected 2"
+        double = 2 if s.passes > 1 else 1
+        s = dataclasses.replace(s, threads=128, warps=2 * double, passes=s.passes // double)
     return wy_block_config.refuse(_inner(c), _block_knobs(s))
 
 
@@ -59,7 +65,10 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first: those of `wy_block`, and more caps on registers."""
     tried = [Knobs(32, 4), Knobs(32, 4, registers=128)]
     tried += [Knobs(16, 4, registers=r) for r in (0, 96, 80)]
-    tried += [Knobs(16, 4, passes=2, registers=128), Knobs(32, 2), Knobs(16, 2)]
+    tried += [Knobs(16, 4, passes=2, registers=128), Knobs(16, 2)]
+    # blocks of two warps: fewer wait at a barrier
+    tried += [Knobs(32, 2, 64, registers=r) for r in (0, 128)]
+    tried += [Knobs(32, 2, 64, passes=2)]
     return tuple(s for s in dict.fromkeys(tried) if not refuse(c, s))
 
 

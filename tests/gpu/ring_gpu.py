@@ -44,7 +44,8 @@ RING = kernels.get("ring")
 TRIED = [
     RING.variant(s)
     for s in (Knobs(32, 4), Knobs(32, 4, registers=128), Knobs(16, 4, registers=96),
-              Knobs(16, 4, registers=80), Knobs(16, 4, passes=2, registers=128), Knobs(16, 2))
+              Knobs(16, 4, registers=80), Knobs(16, 4, passes=2, registers=128), Knobs(16, 2),
+              Knobs(32, 2, 64), Knobs(32, 2, 64, registers=128), Knobs(32, 2, 64, passes=2))
 ]  # fmt: skip
 CONTRACTS = [
     Contract(tokens=T, ring=entries, ring_dtype=dtype)
