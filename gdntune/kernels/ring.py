@@ -101,7 +101,7 @@ class Ring(WYBlock):
     """The compile-time facts of one object."""
 
     def __init__(self, facts: dict, knobs: dict):
-        super().__init__(facts, {**knobs, "pdl": "none"})
+        super().__init__(facts, {**knobs, "pdl": "none", "matrices": False})
         self.ring, self.u_dtype = facts["ring"], decode.DTYPES[facts["ring_dtype"]]
         self.u_terms = TERMS_KEPT[facts["ring_dtype"]]
         s = self.shape

@@ -21,6 +21,7 @@ from cutlass.memory import SmemAllocator
 
 from gdntune.kernels import decode, gates
 from gdntune.kernels import fragments as fr
+from gdntune.kernels.wy_block_columns import Columns
 from gdntune.kernels.wy_block_gdn import RowStage
 from gdntune.kernels.wy_block_kda import KeyStage
 from gdntune.kernels.wy_operands import SPAN_DECAYS, Operands, Shape, allocate
@@ -81,6 +82,8 @@ class WYBlock(decode.Decode):
             pdl=knobs["pdl"],
         )
         self.state_terms = TERMS[facts["state_dtype"]]
+        self.octets = self.rows // 8
+        self.columns_by = Columns(self) if knobs["matrices"] else None
         vec = 16 // (self.state_dtype.width // 8)
         k_terms = TERMS[facts["input_dtype"]]
         self.shape = Shape(
@@ -90,12 +93,12 @@ class WYBlock(decode.Decode):
             3 if self.per_k else k_terms,
             2 if self.per_k else k_terms,
             threads,
+            knobs["matrices"],
         )
         if self.per_k:
             self.stage = KeyStage(self, self.shape, self.update)
         else:
             self.stage = RowStage(self, self.shape)
-        self.octets = self.rows // 8
         # a thread's share of a row
         self.share = self.K // 4
         # two accumulators where a warp's rows alone do not fill mma's latency
@@ -103,6 +106,8 @@ class WYBlock(decode.Decode):
 
     def row_of(self, octet, g):
         """The row of V, of a warp's, that lanes g have in an octet."""
+        if self.columns_by:
+            return self.columns_by.row_of(octet, g)
         return 8 * octet + g if self.k_last else self.octets * g + octet
 
     def runs(self, tile, row0, th):
@@ -126,19 +131,24 @@ class WYBlock(decode.Decode):
 
     def load_state(self, tile, row0, th):
         """Issues the loads of a warp's rows; what they give is `turned` before use."""
+        if self.columns_by:
+            return self.columns_by.load(tile, row0, th)
         x = cute.make_rmem_tensor((self.octets * self.share,), self.state_dtype)
         for source, at, n in (self.runs if self.k_last else self.columns)(tile, row0, th):
             cute.autovec_copy(source, cute.make_tensor(x.iterator + at, cute.make_layout((n,))))
         return x
 
     def store_state(self, x, tile, row0, th):
+        if self.columns_by:
+            self.columns_by.store(x, tile, row0, th)
+            return
         x = self.turned(x, back=True)
         for goal, at, n in (self.runs if self.k_last else self.columns)(tile, row0, th):
             cute.autovec_copy(cute.make_tensor(x.iterator + at, cute.make_layout((n,))), goal)
 
     def turned(self, x, back=False):
         """Between rows side by side, as v_last memory has them, and keys side by side, as operands have them."""
-        if self.k_last:
+        if self.k_last or self.columns_by:
             return x
         y = cute.make_rmem_tensor((self.octets * self.share,), self.state_dtype)
         for j in range(self.octets):
@@ -153,6 +163,8 @@ class WYBlock(decode.Decode):
     def state_operands(self, raw, j: int, x: int):
         """The state's part in product x of an octet as operands, a term each."""
         at = j * self.share + 4 * x
+        if self.columns_by:
+            raw, at = self.columns_by.turned(raw, j, x), 0
         if self.state_dtype is BF:
             return [fr.operand_b(raw, at)]
         found = []
@@ -289,6 +301,9 @@ class WYBlock(decode.Decode):
 
     def advance(self, raw, o: Operands, th, sm) -> None:
         """The final state, rounded, in place of S0."""
+        if self.columns_by:
+            self.columns_by.advance(raw, o, th, sm)
+            return
         s = self.shape
         w = self.read_u(sm.u, th)
         groups = 1 if s.packed else s.key_terms * s.tiles

@@ -29,6 +29,12 @@ class Knobs:
         "rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0
     )
     pdl: str = pdl_knob()
+    matrices: bool = knob(
+        "mx",
+        "v_last, states of 16 bits: read 16 bytes of neighbouring rows at a time, as matrices that a"
+        " warp turns; else each thread turns its own",
+        default=False,
+    )
 
 
 def refuse(c: Contract, s: Knobs) -> str | None:
@@ -52,6 +58,11 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             return f"{name}={given}: expected one of {', '.join(map(str, expected))}"
     if fault := pdl_fault(s):
         return fault
+    if s.matrices and (c.layout != "v_last" or ITEMSIZE[c.state_dtype] != 2):
+        return (
+            f"matrices=True with layout={c.layout}, state_dtype={c.state_dtype}: expected v_last and"
+            " 16 bits, which movmatrix turns"
+        )
     if 32 * s.warps > s.threads:
         return f"warps={s.warps} with threads={s.threads}: expected at most {s.threads // 32}"
     # Warps without rows of their own redo the last warp's, and in a second pass would overwrite what
@@ -103,6 +114,11 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     tried += [Knobs(16, 8, 256), Knobs(16, 2)]
     if c.mode == "frozen":
         tried.append(Knobs(16, 4, passes=2, registers=96))
+    elif c.op == "kda_decode" and c.state_dtype == "fp32":
+        # not measured yet: all of V a block, so that its keys are worked out once, and the next
+        # rows asked for ahead; without a cap two blocks fit where three do
+        tried.append(Knobs(16, 4, passes=2, registers=168))
+    tried += [dataclasses.replace(s, matrices=True) for s in tried]
     return in_every_form([s for s in dict.fromkeys(tried) if not refuse(c, s)])
 
 

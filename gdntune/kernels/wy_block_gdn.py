@@ -96,6 +96,8 @@ class RowStage:
             row = o.x[s.row(term, which, t), None]
             for i in range(4):
                 step = 4 * i if s.vec == 8 else i % 2 * 4 + i // 2
+                if s.in_order:
+                    step = i
                 if s.terms == 1:
                     word = fr.pair(rx, 2 * i)
                 else:

@@ -23,7 +23,7 @@ class Shape:
     """Sizes known when a kernel is compiled.
 
     vec: state elements of one 16-byte load. terms: of bf16, that hold an operand of the projection. key_terms: those of a key where
-    it meets u in the final state.
+    it meets u in the final state. in_order: keys are not permuted: nobody loads a row's keys side by side.
     """
 
     K: int
@@ -32,6 +32,7 @@ class Shape:
     terms: int
     key_terms: int
     threads: int
+    in_order: bool = False
 
     @property
     def packed(self) -> bool:
@@ -83,6 +84,8 @@ class Shape:
 
     def word(self, p):
         """The word of a row at which keys 2p and 2p + 1 lie."""
+        if self.in_order:
+            return p
         W = self.vec // 2
         return (p // (4 * W) * W + p % W) * 4 + p // W % 4
 

@@ -223,7 +223,7 @@ def test_the_default_serves_what_a_space_leaves_out():
 NEW_KNOBS = {
     "recurrent": ("row", "pdl"),
     "wy": ("pdl",),
-    "wy_block": ("pdl",),
+    "wy_block": ("pdl", "matrices"),
     "wy_lanes": ("pdl",),
 }
 SLOTS = Contract(tokens=3, intermediate="slots", mode="frozen", accepted=True)

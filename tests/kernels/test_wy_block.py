@@ -25,7 +25,11 @@ CASES = {
     "KDA, fp32 state": (KDA.replace(state_dtype="fp32"), Knobs(16, 8, threads=256)),
     "KDA, T=4, fp16, v_last, K=64": (
         KDA.replace(tokens=4, layout="v_last", input_dtype="fp16", state_dtype="fp16", K=64, V=64),
-        Knobs(16, 4, threads=256),
+        Knobs(16, 4, threads=256, matrices=True),
+    ),
+    "GDN, v_last": (
+        Contract(tokens=8, layout="v_last"),
+        Knobs(32, 4, registers=128, matrices=True),
     ),
     "GDN, K=256, dense": (Contract(tokens=8, K=256, V=32, pool=False), Knobs(16, 2)),
 }
@@ -57,6 +61,13 @@ def test_it_compiles_without_spills(tmp_path):
         ({"intermediate": "dense"}, {}, "intermediate=dense"),
         ({"tokens": 1}, {}, "tokens=1"),
         ({"K": 96}, {}, "K=96"),
+        ({}, {"matrices": True}, "matrices=True with layout=k_last"),
+        (
+            {"layout": "v_last", "state_dtype": "fp32"},
+            {"matrices": True},
+            "matrices=True with layout=v_last, state_dtype=fp32",
+        ),
+        ({}, {"pdl": "last"}, "pdl='last': expected one of none, first, state"),
         ({}, {"rows": 8}, "rows=8"),
         ({}, {"warps": 3}, "warps=3"),
         ({}, {"warps": 8}, "warps=8 with threads=128"),

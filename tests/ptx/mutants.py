@@ -6,7 +6,7 @@ Every edit must find its place in the text, so that none is a kernel unchanged.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gdntune.problem import Contract
 
@@ -18,12 +18,14 @@ class Base(NamedTuple):
 
     kernel: str
     contract: Contract
-    knobs: tuple[tuple[str, str], ...] = ()
+    knobs: tuple[tuple[str, Any], ...] = ()
 
     @property
     def id(self) -> str:
         """Its name among the tests."""
-        return "-".join([self.kernel, self.contract.key(), *(value for _, value in self.knobs)])
+        return "-".join(
+            [self.kernel, self.contract.key(), *(f"{name}={value}" for name, value in self.knobs)]
+        )
 
 
 # T = 1, a loop over tokens, warps that share a row, tensor cores, dependent launch.
@@ -34,6 +36,7 @@ WY = Base("wy", Contract(tokens=8))
 BLOCK = Base("wy_block", Contract(tokens=8))
 BLOCK_KDA = Base("wy_block", Contract("kda_decode", 4, gate="softplus", K=64))
 FIRST = Base("wy", Contract(tokens=4), (("pdl", "first"),))
+V_LAST = Base("wy_block", Contract(tokens=4, layout="v_last"), (("matrices", True),))
 STATE = Base("wy_block", Contract(tokens=4), (("pdl", "state"),))
 
 
@@ -207,6 +210,7 @@ MUTANTS = [
     Mutant("a product is left out", BLOCK, _without_a_product),
     Mutant("no barrier after the staging", BLOCK_KDA, _dropped(r"bar\.sync", 0)),
     Mutant("decays in bf16", BLOCK_KDA, _in_bf16),
+    Mutant("a state is not turned", V_LAST, _replaced(r"movmatrix\S*", "mov.b32", 0)),
     Mutant("no wait for the kernel ahead", FIRST, _replaced(_WAIT, "")),
     Mutant("inputs are read before the wait", STATE, _waits_late),
     Mutant("padding is written before the wait", STATE, _replaced(_WAIT, "", -1)),
