@@ -118,7 +118,9 @@ def differential_variants(op: str) -> list[tuple[Contract, Variant]]:
         ]
         if not wanted:
             break
-        if by_kernel := [variants for k in wanted if (variants := k.variants(contract, device))]:
+        # under this policy with every form of dependent launch
+        drawable = (k.variants(contract, device, "chain") for k in wanted)
+        if by_kernel := [variants for variants in drawable if variants]:
             variant = pick.choice(pick.choice(by_kernel))
             found.append((contract, variant))
             drawn[variant.kernel] += 1

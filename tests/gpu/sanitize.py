@@ -1,9 +1,10 @@
-"""Launches every variant and mode of the GPU tests on a small problem, for compute-sanitizer to
+r"""Launches every variant and mode of the GPU tests on a small problem, for compute-sanitizer to
 watch:
 
-compute-sanitizer --tool memcheck --kernel-regex kns=gdntune --error-exitcode 9 python
-tests/gpu/sanitize.py compute-sanitizer --tool racecheck --kernel-regex kns=gdntune --error-exitcode
-9 python tests/gpu/sanitize.py
+    compute-sanitizer --tool memcheck --kernel-regex kns=gdntune --error-exitcode 9 \
+        python tests/gpu/sanitize.py [KERNEL ...]
+
+and the same with --tool racecheck; KERNEL: only variants of these.
 """
 
 import random
@@ -22,10 +23,11 @@ from gdntune.checking.cases import make_case
 from gdntune.runtime.dispatch import runtime
 
 
-def main() -> None:
-    """Two launches a variant."""
+def main(*names: str) -> None:
+    """Two launches a variant of these kernels, or of all."""
     pick = random.Random("sanitize")
     pairs = [pair for op in DIFFERENTIAL_CONTRACTS for pair in differential_variants(op)]
+    pairs = [(c, v) for c, v in pairs if not names or v.kernel in names]
     launches = 0
     for contract, variant in pairs:
         function = runtime("cuda").functions(contract, [variant])[0]
@@ -34,8 +36,9 @@ def main() -> None:
             function(*make_case(problem, "cuda", seed, **options).arguments())
             launches += 1
         torch.cuda.synchronize()
-    print(f"{launches} launches of {len(pairs)} variants")
+    dependent = sum(v.knobs.get("pdl", "none") != "none" for _, v in pairs)
+    print(f"{launches} launches of {len(pairs)} variants, {dependent} of dependent launch")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
