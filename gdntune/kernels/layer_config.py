@@ -5,7 +5,7 @@ which are worth trying, and the default rule.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from gdntune.device.arch import Device
 from gdntune.errors import UnsupportedProblem
@@ -140,8 +140,8 @@ def _candidates(c: Contract) -> list[Knobs]:
     share = most_heads(c) if c.conv_window == "shifted" else 1
     return [
         Knobs(tile_v, ilp, vec, lanes, threads, split, 0, early, False, spread, share=share)
-        for early in (True, False)
-        for threads in (128, 256, 64, 512)
+        for early in ((True,) if k_last and c.K % 64 == 0 else (True, False))
+        for threads in ((128, 256) if k_last and c.K % 64 == 0 else (128, 256, 64, 512))
         for vec in ((wide,) if k_last and c.K % 64 == 0 else (wide, wide // 2))
         for lanes in ((16, 8, 32) if k_last else (4, 8, 2))
         for ilp in ((8, 4, 2, 1) if k_last else (1,))
@@ -159,31 +159,25 @@ def _worth(c: Contract, s: Knobs) -> bool:
     return chunks <= 4 and 16 <= elements <= 64 and (s.early or chunks == 1)
 
 
+# Measured on an H200, H=16, HV=64 and 32, B=1 to 64, T=1 and 4, in a chain. Clusters of two tiles
+# win at one request (T=4: 9.1 us to 10.0), and with the norm alone at every batch. Two heads a
+# block win at T=1 from B=16 on (23.4 us to 24.4); at T=4, and four heads, nowhere. More chunks of
+# the state in flight with fewer rows at once (`ahead`, under a cap of 64, 80 or 96 registers) tie
+# at best, bf16 or fp32: legal, and left out.
+
+
 def _clusters(c: Contract, s: Knobs) -> list[Knobs]:
-    """Of a setting for a whole head, those whose tile of V is one chunk of rows: small batches."""
-    if c.norm == "none" or not s.early:
+    """Of a setting for a whole head, those whose tile of V is one chunk of rows."""
+    if c.norm == "none" or not (s.early and s.spread) or held_elements(c, s) < 32:
         return []
     rows = chunk_rows(c, s)
     return [dataclasses.replace(s, tile_v=rows)] if rows < c.V else []
 
 
-def _deeper(c: Contract, s: Knobs) -> list[Knobs]:
-    """Of a setting for a whole head, those with more of the state in flight and heads that share a
-    block: large batches. Few rows at once and a cap on registers leave room for what is on its way.
-    """
-    if not (s.early and s.spread and s.threads in (128, 256) and c.layout == "k_last"):
-        return []
-    found = [dataclasses.replace(s, share=n) for n in (2, 4)]
-    if held_elements(c, s) == 16:
-        narrow = ITEMSIZE[c.state_dtype] == 2
-        caps = {2: (0, 64, 80), 4: (0, 96)} if narrow else {2: (0, 96)}
-        found += [
-            dataclasses.replace(s, ahead=ahead, registers=cap, share=n)
-            for ahead, some in caps.items()
-            for cap in some
-            for n in ((s.share,) if c.conv_window == "shifted" else (1, 2, 4))
-        ]
-    return found
+def _pairs(c: Contract, s: Knobs) -> list[Knobs]:
+    """Of a setting for a whole head, that for two of one q/k head."""
+    one = compiled_tokens(c) == 1 and s.early and s.threads == 128
+    return [dataclasses.replace(s, share=2)] if one and held_elements(c, s) >= 32 else []
 
 
 def _has_clusters(device: Device) -> bool:
@@ -194,39 +188,59 @@ def _has_clusters(device: Device) -> bool:
 @functools.lru_cache(maxsize=256)
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
-    legal = [s for s in _candidates(c) if not refuse(c, s)]
-    found = [s for s in legal if _worth(c, s)]
-    more = (
-        [x for s in found if s.lanes == 16 for x in _clusters(c, s)]
-        if _has_clusters(device)
-        else []
-    )
-    more += [x for s in legal if s.lanes == 16 for x in _deeper(c, s)]
+    found = [s for s in _candidates(c) if not refuse(c, s) and _worth(c, s)]
+    more = [x for s in found if s.lanes == 16 or c.layout == "v_last" for x in _pairs(c, s)]
+    if _has_clusters(device):
+        more += [x for s in found if s.lanes == 16 for x in _clusters(c, s)]
     found += [s for s in dict.fromkeys(more) if not refuse(c, s)]
     if c.intermediate == "slots":
         found += [dataclasses.replace(s, row=True) for s in found if s.early]
     return tuple(s for s in in_every_form(found) if not refuse(c, s))
 
 
-def default(c: Contract, work_units: int, device: Device) -> Knobs:
-    """A rule for where no table speaks: 128 threads, 64 bytes of a row's state a thread at once, as
-    a prototype's best on an H200 from B=4 on.
+class _Target(NamedTuple):
+    """What the default rule looks for: rows of V a block, threads, elements a thread, heads."""
+
+    tile_v: int
+    threads: int
+    elements: int
+    share: int = 1
+
+
+def _target(c: Contract, heads: float) -> _Target:
+    """From the winners without dependent launch on an H200 (above). heads: value heads in flight
+    for each SM.
     """
+    # a norm alone at T > 1 waits for less than a convolution: two blocks a head stay ahead
+    if c.norm != "none" and (heads < 1 or (c.conv == "none" and compiled_tokens(c) > 1)):
+        return _Target(c.V // 2, 256, 32)
+    if compiled_tokens(c) > 1:
+        return _Target(c.V, 256, 32 if heads < 4 else 64)
+    if heads < 4:
+        return _Target(c.V, 256, 32)
+    narrow = ITEMSIZE[c.state_dtype] == 2
+    return _Target(c.V, 128, 64 if heads >= 16 and narrow else 32, 2)
+
+
+def default(c: Contract, work_units: int, device: Device) -> Knobs:
+    """A rule for where no table speaks: the legal setting nearest to what won elsewhere."""
     legal = list(space(c, device)) or [s for s in _candidates(c) if not refuse(c, s)]
     if not legal:
         raise UnsupportedProblem(
             f"no setting of layer serves {c.key()}: {refuse(c, Knobs(c.V, 1, 4, 8, 64))}"
         )
-    elements = 64 if ITEMSIZE[c.state_dtype] == 2 else 32
+    target = _target(c, work_units / device.sm_count)
 
     def distance(s: Knobs) -> tuple[Any, ...]:
         return (
-            s.row or s.pdl != "none" or s.share not in (1, SHIFTED_HEADS),
-            -s.tile_v,
+            s.pdl != "none",
+            c.intermediate == "slots" and not s.row,
+            abs(math.log2(s.tile_v / target.tile_v)),
+            abs(s.share - target.share),
             not s.spread,
-            s.threads != 128,
+            abs(math.log2(s.threads / target.threads)),
             not s.early,
-            abs(held_elements(c, s) - elements),
+            abs(held_elements(c, s) - target.elements),
             abs(math.log2(s.lanes / 16)),
             -s.vec,
             s.split,

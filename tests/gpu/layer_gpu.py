@@ -76,25 +76,16 @@ def plain_of(c: Contract) -> Contract:
 
 
 def tried(c: Contract, device: arch.Device, every: bool) -> list[Variant]:
-    """The layer's variants: of a few, the widest loads by 128 and 256 threads, sums spread over
-    them.
-    """
+    """The layer's variants: of a few, those of 16 threads a row."""
     found = LAYER.variants(c, device, "chain")
     default = LAYER.variant(LAYER.default(c, 64, device))
     if every:
         return [*dict.fromkeys([default, *found])]
 
-    def few(k: dict[str, Any]) -> bool:
-        held = k["ilp"] * (c.K // k["lanes"])
-        wide = k["threads"] in (128, 256) and k["lanes"] == 16 and k["early"] and k["spread"]
-        if not wide or k["row"] != (c.intermediate == "slots") or held > 64:
-            return False
-        if k["share"] == 4 or k["ahead"] > 1:
-            # what more of the state in flight is worth: without and with heads that share a block
-            return k["threads"] == 128 and (k["registers"] > 0 or k["ahead"] == 1)
-        return held >= 16
-
-    return [*dict.fromkeys([default, *(v for v in found if few(v.knobs))])]
+    few = [
+        v for v in found if v.knobs["lanes"] == 16 and v.knobs["row"] == (c.intermediate == "slots")
+    ]
+    return [*dict.fromkeys([default, *few])]
 
 
 def with_pdl(variant: Variant) -> Variant:

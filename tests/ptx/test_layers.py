@@ -31,9 +31,10 @@ LENGTHS = {"lengths": (4, 0, 1), **PADDED}
 
 
 def row(contract, group, options=PADDED, **knobs):
-    """A setting beside the default's other knobs; group: value heads of a q/k head."""
-    default = LAYER.default(contract, 64, arch.target(ARCH))
-    setting = dataclasses.replace(default, **knobs)
+    """A setting beside a whole head's other knobs; group: value heads of a q/k head."""
+    space = LAYER.space(contract, arch.target(ARCH))
+    whole = next(s for s in space if s.tile_v == contract.V)
+    setting = dataclasses.replace(whole, **knobs)
     assert LAYER.refuse(contract, setting) is None
     return Row("layer", contract, LAYER.variant(setting), tuple(options.items()), group)
 
