@@ -200,7 +200,7 @@ class _Run:
         self.progress.start("check", sum(map(len, todo.values())))
         # A contract is a job, since its reference takes longer than a variant; or several, where
         # there are fewer contracts than workers.
-        parts = max(1, -(-len(self.team.devices) // max(1, sum(map(bool, todo.values())))))
+        parts = max(1, -(-self.team.count // max(1, sum(map(bool, todo.values())))))
         jobs = (
             partial(attempts.check, contract=contract, variants=part)
             for contract, variants in todo.items()

@@ -41,9 +41,14 @@ class Team:
         return {worker.name for worker in self.workers}
 
     @property
+    def count(self) -> int:
+        """How many devices there are. Ray's workers have no names before they begin."""
+        return len(self.devices) if self.in_turns else len(self.workers)
+
+    @property
     def several(self) -> bool:
         """Whether devices share the journal's cells, so that it says which one timed which."""
-        return len(self.devices) > 1 or self._marked
+        return self.count > 1 or self._marked
 
     @property
     def in_turns(self) -> bool:

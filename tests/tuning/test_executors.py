@@ -398,7 +398,7 @@ def test_a_journal_of_another_card_names_its_cells(monkeypatch):
         (msgspec.UNSET, [new], ["cuda:0", "cuda:0"]),
         ((old,), [], ["cuda:0", "cuda:0"]),
     ):
-        team = Team([Fake("cuda:0"), Fake("cuda:0")], None, "local")
+        team = Team([Fake("cuda:0"), Fake("cuda:0")], None, "local", turns=object())
         said = list(team.of_other_cards(there, here))
         assert [worker.name for worker in team.workers] == names
         assert team.several == bool(said) == (names[0] != "cuda:0")
