@@ -81,6 +81,9 @@ def gated_delta_rule_layer_decode(
     norm_gate, conv_activation, the weights' dtypes, width, and whether bias and position are given
         are static, beside what is static elsewhere.
 
+    dependent_launch: as of `gated_delta_rule_decode`, but that the weights, A_log and dt_bias may
+        be read before the kernel ahead ends.
+
     The other arguments, what is static, ownership and errors are as in `gated_delta_rule_decode`.
     torch.compile takes it whole. Not served, and refused by name: shifted windows of several
     tokens, other transforms.
