@@ -121,8 +121,8 @@ def compared(frame: "pd.DataFrame", records: list[Record]) -> Iterator[dict[str,
     mean_ratio: theirs over ours by means, geometric mean, low, high. FASTER, TIE, SLOWER, UNCLEAR:
     cells by the interval of that ratio, which is beyond a tie, within it, or across its edge.
     slower: cells where our median is the larger one; behind: where our mean is, beyond a tie.
-        untimed: cells without a time of it, by
-    `fate`. without_times: reasons, by how often an entry, or the whole peer, had them.
+    untimed: cells without a time of it, by `fate`. without_times: reasons, by how often an entry,
+    or the whole peer, had them.
     """
     best = rivals(frame)
     trials = _trials(records)
@@ -192,7 +192,8 @@ def slower(frame: "pd.DataFrame", records: list[Record]) -> dict[str, list[Any]]
     """
     best, samples = rivals(frame), _final_samples(records)
     found: dict[str, list[Any]] = {}
-    for _, row in best.iterrows():
+    # Elsewhere the ratio itself, which the interval is around, is not beyond a tie.
+    for _, row in best[best["behind"]].iterrows():
         measured = _measured(row.to_frame().T, samples)
         if any(verdict(ours, interval) == "FASTER" for ours, interval in measured.intervals):
             found.setdefault(row["kernel"], []).append(row)

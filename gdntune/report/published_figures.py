@@ -2,6 +2,7 @@
 `python -m gdntune.report.published_figures` in a checkout prints them, and a test compares.
 """
 
+import functools
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -109,10 +110,10 @@ def tables(results: Path) -> Iterator[str]:
     """
     for gpu, folder in GPUS.items():
         paths = [results / folder / f"{sweep}.jsonl.xz" for sweep in SWEEPS[gpu]]
-        yield times(gpu, frame(load(paths, REGRET)))
+        yield times(gpu, frame(load(paths, REGRET), first_looks=False))
     alone, called, chains = (
         {
-            gpu: _Bench(runs := load(paths), frame(runs))
+            gpu: _bench(tuple(paths))
             for gpu, folder in GPUS.items()
             if (paths := _journals(results / folder, name))
         }
@@ -132,6 +133,12 @@ def _journals(folder: Path, name: str) -> list[Path]:
     """
     rest = name.replace(".jsonl", ".rest*.jsonl")
     return [folder / name, *sorted(folder.glob(rest))] if (folder / name).exists() else []
+
+
+@functools.cache
+def _bench(paths: tuple[Path, ...]) -> "_Bench":
+    runs = load(paths)
+    return _Bench(runs, frame(runs))
 
 
 class _Bench(NamedTuple):
@@ -157,9 +164,11 @@ def behind(results: Path) -> Iterator[str]:
     README's limits list.
     """
     for (gpu, folder), name in itertools.product(GPUS.items(), WHERE):
-        runs = load(_journals(results / folder, name))
-        records = [r for run in runs for r in run.records]
-        for kernel, rows in slower(frame(runs), records).items() if runs else ():
+        if not (paths := _journals(results / folder, name)):
+            continue
+        bench = _bench(tuple(paths))
+        records = [r for run in bench.runs for r in run.records]
+        for kernel, rows in slower(bench.rows, records).items():
             kinds: dict[str, list[Any]] = {}
             for row in rows:
                 kinds.setdefault(f"{kind(row)} T={row['tokens']}", []).append(row)
