@@ -3,13 +3,15 @@
     python tests/gpu/layer_gpu.py compile DIR [--all]         # without a GPU: a bundle of what is called
     GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py check [--random N] [--all]
     GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py time [--all] [--sizes 1,4,16,64,256] [--rounds 60]
+    GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py why [--sizes 16,64]
 
 check: every compiled variant by the gate that a sweep has, then N random problems; exits with 1 where one
 is wrong. time: microseconds a layer, medians, in a CUDA graph of layers less the same without the
 call (the L2 policy `chain`), interleaved. Each row is a contract and a batch size; `delta alone` is the
 table's kernel without the parts, `apart` the same with a convolution and a norm of their own
 (`layer_parts`), `fused` the best of the layer's variants; each without and with programmatic
-dependent launch. The finalists go to stderr. All variants are tried for six rounds, the best few for all. --all: every variant
+dependent launch. The finalists go to stderr. why: the same of the step with parts left out, to see
+what the convolution and the norm cost beyond their bytes. All variants are tried for six rounds, the best few for all. --all: every variant
 worth trying, not a few of them.
 """
 
@@ -26,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import layer_parts
 import torch
 
-from gdntune import kernels
+from gdntune import kernels, sol
 from gdntune.checking.cases import make_case
 from gdntune.checking.check import Truth
 from gdntune.device import arch, gpus
@@ -67,6 +69,15 @@ CHECKED = [
     Contract("kda_decode", gate="lower_bound", norm="sigmoid", conv="silu", state_dtype="fp32"),
     Contract("kda_decode", gate="softplus", norm="sigmoid", conv="silu", **SLOTS),
 ]
+# The step with parts left out; of them all the delta rule is the same.
+LESS = {
+    "step": Contract(**STEP),
+    "norm alone": Contract(norm="silu"),
+    "convolution alone": Contract(conv="silu"),
+    "convolution alone, two taps": Contract(conv="silu", conv_width=2),
+    "convolution alone, no silu": Contract(conv="identity"),
+    "step, windows shifted": Contract(**STEP, conv_window="shifted"),
+}
 SCREEN, FINALISTS = 6, 6
 
 
@@ -86,6 +97,11 @@ def tried(c: Contract, device: arch.Device, every: bool) -> list[Variant]:
         v for v in found if v.knobs["lanes"] == 16 and v.knobs["row"] == (c.intermediate == "slots")
     ]
     return [*dict.fromkeys([default, *few])]
+
+
+def alone(c: Contract, device: arch.Device) -> list[Variant]:
+    """Those of them without dependent launch."""
+    return [v for v in tried(c, device, False) if v.knobs["pdl"] == "none"]
 
 
 def with_pdl(variant: Variant) -> Variant:
@@ -110,6 +126,9 @@ def wanted(
         for _, v in apart(c, runtime):
             for one in (v, with_pdl(v)):
                 yield kernels.get(v.kernel), plain_of(c), one, None
+    for c in LESS.values():
+        for v in alone(c, device):
+            yield LAYER, c, v, None
     for c in CHECKED:
         yield LAYER, c, LAYER.variant(LAYER.default(c, 64, device)), None
     for part in (layer_parts.CONV, layer_parts.NORM):
@@ -322,10 +341,33 @@ def one_row(session: Session, runtime: Runtime, problem: Problem, every: bool, r
     torch.cuda.empty_cache()
 
 
+def why(sizes: list[int], rounds: int) -> None:
+    """The best time of the delta rule alone and of the step with parts left out, and their bytes."""
+    session = session_of("chain")
+    runtime = Runtime(session.device, session.store)
+    print(f"H=16, HV=64, bf16, {session.device.name}: us a layer, MB that must move\n")
+    print("| B | what | us | MB | variant |\n| ---: | --- | ---: | ---: | --- |", flush=True)
+    for B in sizes:
+        rows = {"delta rule": Contract(), **LESS}
+        for name, c in rows.items():
+            problem = Problem(c, B, 16, 64)
+            if c.layer:
+                variants = alone(c, session.device)
+            else:
+                variants = [v for first, v in apart(c, runtime) if first <= problem.work_units][-1:]
+            session.load(c, variants)
+            calls = session.calls(problem, "decode", variants)
+            times = [summary(x).median_us for x in session.timer.measure(calls.calls, rounds)]
+            us, best = min(zip(times, (v.id for v in variants), strict=True))
+            moved = sol.bytes_moved(problem) / 1e6
+            print(f"| {B} | {name} | {us:.2f} | {moved:.1f} | {best} |", flush=True)
+            torch.cuda.empty_cache()
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("compile", "check", "time"))
+    parser.add_argument("what", choices=("compile", "check", "time", "why"))
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--gpu", default="h200")
@@ -340,6 +382,8 @@ def main() -> None:
         compile_all(given.folder, given.gpu, given.all)
     elif given.what == "check":
         sys.exit(0 if check(given.all, given.random, given.seed) else 1)
+    elif given.what == "why":
+        why([int(n) for n in given.sizes.split(",")], given.rounds)
     else:
         time_all(given.all, [int(n) for n in given.sizes.split(",")], given.rounds)
 
