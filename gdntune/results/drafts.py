@@ -60,6 +60,17 @@ def estimate(table: Table, contract: Contract, work_units: int) -> Estimate | No
     return Estimate(time_us, rule.when.key(), how)
 
 
+def _timed(table: Table, contract: Contract) -> bool:
+    """Whether a table has a ring's rule of as many tokens and of these states: another's says little,
+    as how often a ring is folded hangs on T.
+    """
+    return any(
+        (r.when.ring, r.when.tokens, r.when.state_dtype)
+        == (contract.ring, contract.tokens, contract.state_dtype)
+        for r in table.ranked(contract)
+    )
+
+
 def ways(
     table: Table, contract: Contract, work_units: int, accept_rate: float, layers: int
 ) -> list[Way]:
@@ -92,7 +103,8 @@ def ways(
         )
         found.append(("raw window", [alone, share]))
     for ring in RINGS:
-        kept_apart = estimate(table, contract.replace(mode="update", ring=ring), work_units)
+        wanted = contract.replace(mode="update", ring=ring)
+        kept_apart = estimate(table, wanted, work_units) if _timed(table, wanted) else None
         if kept_apart is not None:
             how = f"{kept_apart.how}; in the mean over a cycle, folds included"
             found.append((f"a ring of {ring}", [msgspec.structs.replace(kept_apart, how=how)]))

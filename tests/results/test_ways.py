@@ -55,6 +55,9 @@ def test_a_ring_is_a_rule_of_its_own():
     assert "folds included" in way.calls[0].how
     found, _ = with_ring.find(FOUR, 1)
     assert found.when.ring == 0
+    # of another T nothing was measured
+    eight = drafts.ways(with_ring, FOUR.replace(tokens=8), 64, 0.7, 36)
+    assert not any("ring" in w.name for w in eight)
 
 
 def test_tokens_that_are_kept():
