@@ -211,7 +211,11 @@ def killed_again_and_again(tmp_path, store, seed, kills):
     """Starts a sweep and kills it, up to so many times: while it starts, and around writes to its
     journal; then lets it end. Its folder, and how often it was killed.
     """
-    pick, folder, last, started = random.Random(seed), tmp_path / f"killed {seed}", b"", []
+    pick, last, started = random.Random(seed), b"", []
+    # its own config file: one that another thread writes anew is empty for a moment
+    tmp_path = tmp_path / str(seed)
+    tmp_path.mkdir()
+    folder = tmp_path / "killed"
     killed = 0
     for _ in range(kills):
         running = Running(tmp_path, store, folder)
