@@ -6,8 +6,8 @@ CONFIG ?= configs/quickstart.yaml
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Every install passes the constraints: without them pip may take another build of torch.
 INSTALL := $(PIP) install -c constraints.txt
-# Processes that share the tests: one a core, at most four.
-WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
+# Processes that share the tests: one a core and one more, since many tests wait for processes of theirs; at most four.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 CHANGES := pyproject.toml constraints.txt
 
 .PHONY: help sweep test lint types clean

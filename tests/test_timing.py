@@ -432,6 +432,7 @@ class FakeCuda:
     def __init__(self, monkeypatch):
         import torch
 
+        monkeypatch.setattr(graphs, "_FAILED", [])
         self.log, self.lost, self.pools, log = [], False, 0, []
         self.log = log
         fake = self

@@ -360,6 +360,7 @@ def test_memory_of_others_is_left_alone_once_a_capture_failed(monkeypatch):
     ask the graph that is gone.
     """
     did = []
+    monkeypatch.setattr(graphs, "_FAILED", [])
     monkeypatch.setattr("torch.cuda.synchronize", lambda: did.append("waited"))
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: did.append("emptied"))
     worker._leave()
