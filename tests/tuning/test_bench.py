@@ -674,8 +674,8 @@ def test_workers_take_turns_on_a_device(monkeypatch, store, tmp_path):
     seen = compiling.events()
     assert len({pid for pid, _, _ in seen}) == 2
     assert "alone" not in {what for _, _, what in seen}
-    # One process has all of a contract's cells: nothing is compiled twice.
-    assert [what for _, _, what in seen].count("compiles") == 2
+    # One process has all of a contract's cells; only who has ended its own takes another's last one.
+    assert [what for _, _, what in seen].count("compiles") in (2, 3)
     calls = [(pid, number) for pid, number, what in seen if what == "called"]
     for mine in set(calls):
         first = calls.index(mine)
