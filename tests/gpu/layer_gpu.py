@@ -27,18 +27,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import layer_parts
 import torch
+from kernel_checks import bundle, gate, of_the_timers, randomly, session_of
 
 from gdntune import kernels, sol
 from gdntune.checking.cases import make_case
 from gdntune.checking.check import Truth
 from gdntune.device import arch, gpus
 from gdntune.kernels.spec import Kernel, Variant
-from gdntune.objects.build import compile_objects
-from gdntune.objects.store import Store, default_root, object_spec, write_bundle
+from gdntune.objects.store import object_spec
 from gdntune.problem import Contract, Problem
-from gdntune.runtime import environment
 from gdntune.runtime.dispatch import Runtime
-from gdntune.timing import Policy, summary
+from gdntune.timing import summary
 from gdntune.tuning.session import Session
 
 LAYER = kernels.get("layer")
@@ -135,11 +134,7 @@ def wanted(
         for setting in (layer_parts.Knobs(), layer_parts.Knobs(True)):
             for tokens in (1, SLOTS["tokens"]):
                 yield part, Contract(tokens=tokens), part.variant(setting), None
-    for label in (None, "flush"):
-        contract, v = kernels.flush()
-        yield kernels.get(v.kernel), contract, v, label
-    contract, v = kernels.producer()
-    yield kernels.get(v.kernel), contract, v, "producer"
+    yield from of_the_timers()
 
 
 def compile_all(folder: Path, gpu: str, every: bool) -> None:
@@ -148,78 +143,24 @@ def compile_all(folder: Path, gpu: str, every: bool) -> None:
     own = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([own, *sys.path])
     device = gpus.named(gpu)
-    specs = {}
-    for kernel, contract, variant, label in wanted(device, every):
-        spec = object_spec(kernel, contract, variant, device, label=label)
-        specs[spec.key] = (spec, kernel.compiler)
-    store = Store()
-    print(f"{len(specs)} objects", flush=True)
-    for built in compile_objects(list(specs.values()), store):
-        if not built.ok:
-            sys.exit(f"{built.spec.name}: {built.reason}")
-    write_bundle(store, [spec for spec, _ in specs.values()], folder)
-    print(f"in {folder}")
-
-
-def session_of(l2: str) -> Session:
-    """The GPU at hand with the objects of the bundle."""
-    device = arch.detect("cuda")
-    return Session(device, 0, Store(default_root(), environment.bundles()), Policy(l2=l2))
+    bundle(wanted(device, every), device, folder)
 
 
 def check(every: bool, count: int, seed: int) -> bool:
     """Whether all is right."""
-    session, right = session_of("cold-clean"), True
+    session = session_of("cold-clean")
     found = [(c, tried(c, session.device, every)) for c in TIMED.values()]
     found += [(c, [LAYER.variant(LAYER.default(c, 64, session.device))]) for c in CHECKED]
-    for c, variants in found:
-        session.load(c, variants)
-        said = [(v.id, *session.check(c, v)) for v in variants]
-        wrong = [(name, worst) for name, ok, worst, _ in said if not ok]
-        most = max(error or 0.0 for _, _, _, error in said) / (64 * 2.0**-24)
-        print(
-            f"{c.key()}: {len(said) - len(wrong)} of {len(said)} right, worst {most:.2f} of the tolerance",
-            flush=True,
-        )
-        for name, worst in wrong:
-            print(f"  {name}: {worst}")
-        right &= not wrong
-    return right & randomly(session, found, count, seed)
+    right = gate(session, found)
+    return right & randomly(session, found, count, seed, own)
 
 
-def randomly(
-    session: Session, found: list[tuple[Contract, list[Variant]]], count: int, seed: int
-) -> bool:
-    """Random problems, each with a random variant."""
-    pick, wrong, most = random.Random(seed), 0, 0.0
-    for n in range(count):
-        c, variants = pick.choice(found)
-        H = pick.choice((1, 2, 4))
-        problem = Problem(c, pick.randint(1, 17), H, H * pick.choice((1, 2, 3, 4)))
-        options: dict[str, Any] = {
-            "padding": pick.choice((0.0, 0.3)),
-            "split": pick.random() < 0.5,
-            "null_index": pick.choice((-1, 0)),
-            "slot_stride_pad": pick.choice((0, 64)),
-            "extra_rows": pick.choice((0, 2)),
-            "packed_qkv": pick.random() < 0.5,
-            "extreme_gates": pick.random() < 0.3,
-            "norm_eps": pick.choice((1e-6, 1e-5, 0.1)),
-            "use_qk_l2norm": pick.random() < 0.8,
-        }
-        if c.ragged:
-            options["lengths"] = [pick.randint(0, c.tokens) for _ in range(problem.B)]
-        variant = pick.choice(variants)
-        truth = Truth(make_case(problem, "cuda", n, **options))
-        case = truth.before.clone()
-        session.function(c, variant)(*case.arguments())
-        verdict = truth.judge(case)
-        most = max(most, verdict.error / verdict.tolerance)
-        if not verdict.ok:
-            wrong += 1
-            print(f"wrong: {problem.key()} {variant.id} {options}: {verdict.worst}", flush=True)
-    print(f"{count - wrong} of {count} random problems right, worst {most:.2f} of the tolerance")
-    return not wrong
+def own(pick: random.Random, problem: Problem) -> dict[str, Any]:
+    """A layer's options of a random case."""
+    options: dict[str, Any] = {"norm_eps": pick.choice((1e-6, 1e-5, 0.1))}
+    if problem.contract.ragged:
+        options["lengths"] = [pick.randint(0, problem.contract.tokens) for _ in range(problem.B)]
+    return options
 
 
 def parts_call(

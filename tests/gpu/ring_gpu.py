@@ -16,28 +16,23 @@ import argparse
 import functools
 import itertools
 import random
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from kernel_checks import bundle, gate, of_the_timers, randomly, session_of
 
 from gdntune import kernels
 from gdntune.checking import ring
 from gdntune.checking.cases import Case, make_case
-from gdntune.checking.check import Truth
 from gdntune.device import arch, gpus
 from gdntune.kernels.ring_config import Knobs
 from gdntune.kernels.spec import Kernel, Variant
-from gdntune.objects.build import compile_objects
-from gdntune.objects.store import Store, default_root, object_spec, write_bundle
 from gdntune.problem import ITEMSIZE, Contract, Problem
-from gdntune.runtime import environment
 from gdntune.runtime.dispatch import Runtime
 from gdntune.sol import state_bytes
-from gdntune.timing import Policy
 from gdntune.tuning.session import Session
 
 RING = kernels.get("ring")
@@ -81,87 +76,31 @@ def wanted(device: arch.Device) -> Iterable[tuple[Kernel, Contract, Variant, str
     for T in (4, 8):
         for x in runtime.choices(frozen(T)):
             yield kernels.get(x.variant.kernel), frozen(T), x.variant, None
-    for label in (None, "flush"):
-        contract, v = kernels.flush()
-        yield kernels.get(v.kernel), contract, v, label
-    contract, v = kernels.producer()
-    yield kernels.get(v.kernel), contract, v, "producer"
+    yield from of_the_timers()
 
 
 def compile_all(folder: Path, gpu: str) -> None:
     """A bundle of what is called, made without the GPU."""
     device = gpus.named(gpu)
-    specs = {}
-    for kernel, contract, variant, label in wanted(device):
-        spec = object_spec(kernel, contract, variant, device, label=label)
-        specs[spec.key] = (spec, kernel.compiler)
-    store = Store()
-    print(f"{len(specs)} objects", flush=True)
-    for built in compile_objects(list(specs.values()), store):
-        if not built.ok:
-            sys.exit(f"{built.spec.name}: {built.reason}")
-    write_bundle(store, [spec for spec, _ in specs.values()], folder)
-    print(f"in {folder}")
-
-
-def session_of(l2: str) -> Session:
-    """The GPU at hand with the objects of the bundle."""
-    device = arch.detect("cuda")
-    return Session(device, 0, Store(default_root(), environment.bundles()), Policy(l2=l2))
+    bundle(wanted(device), device, folder)
 
 
 def check(count: int, seed: int) -> bool:
     """Whether all is right."""
-    session, right = session_of("cold-clean"), True
+    session = session_of("cold-clean")
     found = [(c, TRIED) for c in CONTRACTS]
     found += [(c, [RING.variant(RING.default(c, 64, session.device))]) for c in CHECKED]
-    for c, variants in found:
-        session.load(c, variants)
-        said = [(v.id, *session.check(c, v)) for v in variants]
-        wrong = [(name, worst) for name, ok, worst, _ in said if not ok]
-        most = max(error or 0.0 for _, _, _, error in said) / (64 * 2.0**-24)
-        print(
-            f"{c.key()}: {len(said) - len(wrong)} of {len(said)} right, worst {most:.2f} of the"
-            " tolerance",
-            flush=True,
-        )
-        for name, worst in wrong:
-            print(f"  {name}: {worst}")
-        right &= not wrong
-    return right & randomly(session, found, count, seed) & invariant(session)
+    right = gate(session, found)
+    return right & randomly(session, found, count, seed, own) & invariant(session)
 
 
-def randomly(session: Session, found: list[Any], count: int, seed: int) -> bool:
-    """Random problems, each with a random variant."""
-    pick, wrong, most = random.Random(seed), 0, 0.0
-    for n in range(count):
-        c, variants = pick.choice(found)
-        heads = pick.choice((1, 2, 4))
-        problem = Problem(c, pick.randint(1, 17), heads, heads * pick.choice((1, 2, 3, 4)))
-        options: dict[str, Any] = {
-            "padding": pick.choice((0.0, 0.3)),
-            "out_of_range": pick.random() < 0.3,
-            "split": pick.random() < 0.5,
-            "null_index": pick.choice((-1, 0)),
-            "slot_stride_pad": pick.choice((0, 64)),
-            "extra_rows": pick.choice((0, 2)),
-            "packed_qkv": pick.random() < 0.5,
-            "extreme_gates": pick.random() < 0.3,
-            "use_qk_l2norm": pick.random() < 0.8,
-            "flush_min": pick.choice((None, 0, 4, c.ring // 2)),
-            "append": pick.random() < 0.8,
-        }
-        variant = pick.choice(variants)
-        truth = Truth(make_case(problem, "cuda", n, **options))
-        case = truth.before.clone()
-        session.function(c, variant)(*case.arguments())
-        verdict = truth.judge(case)
-        most = max(most, verdict.error / verdict.tolerance)
-        if not verdict.ok:
-            wrong += 1
-            print(f"wrong: {problem.key()} {variant.id} {options}: {verdict.worst}", flush=True)
-    print(f"{count - wrong} of {count} random problems right, worst {most:.2f} of the tolerance")
-    return not wrong
+def own(pick: random.Random, problem: Problem) -> dict[str, Any]:
+    """A ring's options of a random case."""
+    return {
+        "out_of_range": pick.random() < 0.3,
+        "flush_min": pick.choice((None, 0, 4, problem.contract.ring // 2)),
+        "append": pick.random() < 0.8,
+    }
 
 
 def invariant(session: Session) -> bool:
