@@ -3,7 +3,7 @@ beside this, which run where there is no compiler.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from gdntune import kernels
@@ -14,15 +14,26 @@ from gdntune.problem import Contract
 from gdntune.runtime.dispatch import Runtime
 
 
-def bundle(contracts: Iterable[Contract], folder: str | Path, gpu: str = "h200") -> None:
+def bundle(
+    contracts: Iterable[Contract],
+    folder: str | Path,
+    gpu: str = "h200",
+    most: Mapping[Contract, int] | None = None,
+) -> None:
     """Compiles, bundles and says how many; exits with 1 where one does not compile.
 
     gpu: its name, as its own table may choose otherwise than another card's; an arch takes the
-    nearest table.
+    nearest table. most: of contracts that are called with up to so many work units, what is chosen
+    there alone.
     """
     device = arch.target(gpu) if gpu.startswith("sm_") else gpus.named(gpu)
     runtime = Runtime(device)
-    chosen = [(c, x.variant, None) for c in contracts for x in runtime.choices(c)]
+    chosen = [
+        (c, x.variant, None)
+        for c in contracts
+        for x in runtime.choices(c)
+        if most is None or x.first <= most.get(c, x.first)
+    ]
     # what empties the cache between samples, as the sweep calls it and as check_table does
     chosen += [(*kernels.flush(), label) for label in (None, "flush")]
     wanted = {}

@@ -386,11 +386,17 @@ def objects(folder: Path) -> None:
 
     from gdntune.runtime.rings import commit_contract
 
-    forms = [*FORMS.values(), *DRIFTS]
-    wanted = [*forms, *(commit_contract(c) for c in forms)]
-    wanted += [c.replace(tokens=T) for c in FORMS.values() for T in numbers(c)]
-    wanted += [Contract(state_dtype=d) for d in {c.state_dtype: None for c in forms}]
-    bundle(dict.fromkeys(wanted), folder)
+    # requests of a call, on HV heads each: those of `sequences`, of `drift`
+    many = {c.replace(tokens=T): 2000 for c in FORMS.values() for T in numbers(c)}
+    many |= {commit_contract(c): 2000 for c in FORMS.values()}
+    many |= {Contract(state_dtype=c.state_dtype): 2000 for c in FORMS.values()}
+    few = {
+        x: 2 for c in DRIFTS for x in (c, commit_contract(c), Contract(state_dtype=c.state_dtype))
+    }
+    most = {c: HV * n // (1 if n < 2000 else len(FORMS)) for c, n in (few | many).items()}
+    # `bits` asks for the choice of the largest sizes
+    most.pop(FORMS["bf16"])
+    bundle(dict.fromkeys((*few, *many)), folder, most=most)
 
 
 def main() -> None:
