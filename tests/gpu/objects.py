@@ -42,6 +42,8 @@ LEAST_OF_A_KERNEL = 24
 INTERPRETED_OF_A_KERNEL = 3
 # of the tests of the runtime in test_kernels_gpu.py
 RUNTIME_CONTRACTS = [Contract(), Contract(tokens=4), Contract(tokens=8, intermediate="dense")]
+# of the calls that start before the kernel ahead of them ends
+DEPENDENT_CONTRACTS = [Contract(), Contract(tokens=4)]
 FLOOR_CONTRACTS = [
     Contract(),
     Contract(mode="frozen"),
@@ -148,11 +150,14 @@ def floors(contract: Contract, device: arch.Device) -> list[Variant]:
     ]
 
 
-def choices(contract: Contract, device: arch.Device) -> list[Variant]:
+def choices(
+    contract: Contract, device: arch.Device, dependent_launch: bool | None = None
+) -> list[Variant]:
     """Every variant that the runtime can choose for a contract on a device, by its table or the
-    default rule.
+    default rule; of calls with or without dependent launch, else as it is there.
     """
-    return list({c.variant.id: c.variant for c in Runtime(device).choices(contract)}.values())
+    bound = Runtime(device).bind(contract, dependent_launch=dependent_launch)
+    return list({c.variant.id: c.variant for c in bound.choices}.values())
 
 
 def contracts() -> list[Contract]:
@@ -176,6 +181,7 @@ def objects(device: arch.Device) -> list[tuple[ObjectSpec, str]]:
     each once, with its compiler.
     """
     pairs = [(c, v) for c in contracts() for v in choices(c, device)]
+    pairs += [(c, v) for c in DEPENDENT_CONTRACTS for v in choices(c, device, True)]
     pairs += [(c, v) for c in FLOOR_CONTRACTS for v in floors(c, device)]
     for op in DIFFERENTIAL_CONTRACTS:
         pairs += differential_variants(op)

@@ -12,8 +12,9 @@ from collections import Counter
 import msgspec
 import pytest
 import torch
-from objects import FLOOR_CONTRACTS, differential_variants, floors
+from objects import DEPENDENT_CONTRACTS, FLOOR_CONTRACTS, differential_variants, floors
 
+import gdntune
 from gdntune import kernels
 from gdntune.checking.cases import floor_case, make_case
 from gdntune.checking.check import Truth, compare
@@ -189,6 +190,39 @@ def test_same_inputs_same_bits(tokens):
         function(*case.arguments())
         results.append((case.output, case.state))
     assert all(torch.equal(o, results[0][0]) and torch.equal(s, results[0][1]) for o, s in results)
+
+
+@pytest.mark.parametrize("contract", DEPENDENT_CONTRACTS, ids=Contract.key)
+def test_calls_that_start_early_read_what_is_written_before_them(contract):
+    """dependent_launch=True in a CUDA graph of calls that each read the last one's output and
+    state: the bits of calls that wait for their turn.
+    """
+    first = make_case(Problem(contract, 5, 2, 4), "cuda", seed=6)
+
+    def chained(**options):
+        case, stream, graph = first.clone(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+        def layers():
+            v = case.v
+            for _ in range(8):
+                v = gdntune.gated_delta_rule_decode(
+                    case.q, case.k, v, A_log=case.A_log, a=case.a, dt_bias=case.dt_bias, b=case.b,
+                    initial_state=case.state, initial_state_indices=case.read_index, **options,
+                )  # fmt: skip
+            return v
+
+        gdntune.prepare(contract, **options)
+        with torch.cuda.graph(graph, stream=stream):
+            output = layers()
+        graph.replay()
+        torch.cuda.synchronize()
+        return output, case.state
+
+    (output, state), (early, left) = chained(), chained(dependent_launch=True)
+    torch.testing.assert_close(early, output, rtol=0, atol=0)
+    torch.testing.assert_close(left, state, rtol=0, atol=0, equal_nan=True)
+    named = first.read_index.long()
+    assert not torch.equal(left[named], first.state[named])
 
 
 @pytest.mark.parametrize("contract", FLOOR_CONTRACTS, ids=Contract.key)
