@@ -7,9 +7,9 @@ one barrier each warp takes a token: o rsqrt(mean(o^2) + eps) weight gate(z), ro
 stores, which nobody waits for: what the norm adds is what a warp needs for V values in shared memory. Where a batch has fewer heads
 than the GPU has SMs, V is split over a cluster's blocks, which send one another their sums of squares by st.async.
 
-Large batches want bytes in flight. `ahead` chunks of rows are asked for before the first is used, and of a q/k head's value heads
-`share` go through one block, as one tile of so many times V: they convolve q and k once, and one head's first rows are on their
-way while the last one's are worked on.
+Large batches want bytes in flight (`layer_rows`): `ahead` chunks of rows are asked for before the first is used, and of a q/k head's
+value heads `share` go through one block, as one tile of so many times V: they convolve q and k once, and one head's first rows are
+on their way while the last one's are worked on.
 
 Windows are rings: new rows go where no block reads, so the blocks of a q/k head need not wait for one another, and drafts that were
 not accepted are taken back by the position alone. Each block convolves the head's 2 K channels anew, beside its own rows of V; one of
@@ -25,7 +25,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from gdntune.kernels import decode, gates, recurrent
+from gdntune.kernels import decode, gates, layer_rows, recurrent
 from gdntune.kernels.recurrent import Block, Kept, Operands, Options, Read, Thread
 
 F32 = Float32
@@ -57,7 +57,7 @@ class Norm(NamedTuple):
     """What a block's norm has: rows of outputs in shared memory, weight and gate in registers, the output, epsilon.
 
     own, squares: registers for a warp's rows and their sums of squares. sums, arrived: of a cluster, each block's sums of each token,
-    and the mbarrier that counts their bytes.
+    and the mbarrier that counts their bytes. block: where the output's rows are.
     """
 
     rows: Any
@@ -69,6 +69,7 @@ class Norm(NamedTuple):
     squares: Any
     sums: Any
     arrived: Any
+    block: Any
 
 
 class Shared(NamedTuple):
@@ -86,12 +87,12 @@ class Brought(NamedTuple):
     rows: Any
 
 
-class Layer(recurrent.Recurrent):
+class Layer(layer_rows.Rows):
     """The compile-time facts of one object."""
 
     def __init__(self, facts: dict, knobs: dict):
         # Heads of one q/k head lie one behind the other in states, v and outputs: to the delta rule they are rows of one tile.
-        self.share, self.tile, self.ahead = knobs["share"], knobs["tile_v"], knobs["ahead"]
+        self.share, self.tile = knobs["share"], knobs["tile_v"]
         super().__init__(facts, {**knobs, "tile_v": self.tile * self.share})
         self.norm, self.conv, self.width = facts["norm"], facts["conv"], facts["conv_width"]
         self.normed, self.convolves = self.norm != "none", self.conv != "none"
@@ -103,7 +104,9 @@ class Layer(recurrent.Recurrent):
         self.cluster = self.V // self.tile if self.normed else 1
         # of a token's row, what a lane normalises, and rows that a warp does
         self.VL = self.tile // 32
+        # A cluster's sums are on their way before the state's stores; without one the outputs are.
         self.sends_early = self.cluster > 1 and self.chunks == 1 and not self.loop
+        self.ends_early = self.normed and self.cluster == 1 and not self.loop
         self.norm_rows = -(-self.tokens * self.share // self.warps)
         # channels that a block convolves; those of a load, and loads of them that a thread makes
         self.channels = 2 * self.K + self.tile_v
@@ -149,7 +152,7 @@ class Layer(recurrent.Recurrent):
             heads, state.shape[0], tokens, columns, rows, steps, A_shared, dt_shared,
         ).launch(
             grid=grid, block=(self.threads, 1, 1), stream=stream,
-            min_blocks_per_mp=self.resident, preferred_smem_carveout=100 if self.resident else None,
+            min_blocks_per_mp=self.resident, preferred_smem_carveout=100 if self.resident or self.copied else None,
             use_pdl=self.pdl != "none", cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
         )  # fmt: skip
 
@@ -445,8 +448,10 @@ class Layer(recurrent.Recurrent):
                 output[block.ni, block.t0 + e // self.tile_v, block.hv, block.v0 + column] = F32(0.0).to(output.element_type)
 
     @cute.jit
-    def one_token(self, x, options, block, thread, gate, read, kept, source, raw, write_slot, writes, shared, norm):
-        """T = 1 as `recurrent` has it, of one head or several. A cluster's sums are on their way before the state's stores."""
+    def one_token(self, x, options, block, thread, gate, read, kept, source, coming, write_slot, writes, shared, norm):
+        """T = 1 as `recurrent` has it, of one head or several. What the norm has to do stands before the last state's stores, which
+        need not wait for it: one warp has it, and the others store.
+        """
         fq = cute.make_rmem_tensor((self.RK,), F32)
         fk = cute.make_rmem_tensor((self.RK,), F32)
         fg = cute.make_rmem_tensor((self.RK,), F32)
@@ -459,12 +464,12 @@ class Layer(recurrent.Recurrent):
         decay, beta = self.use_token(read, gate, options, sG, fq, fk, fg, thread)
         v = x.v[block.ni, block.t0, block.hv, None]
         chunks = shared.heads * self.head_chunks if const_expr(self.share > 1) else Int32(self.chunks)
-        for first in cutlass.range(0, chunks, self.ahead, unroll=1):
-            for j in cutlass.range_constexpr(self.ahead):
+        for first in cutlass.range(0, chunks, self.turn, unroll=1):
+            for j in cutlass.range_constexpr(self.turn):
                 it = first + j
                 row0 = block.v0 + it * self.chunk + thread.group * self.RV
                 unit = self.unit(block.vt, it, thread)
-                fh = self.next_rows(source, raw[j, None, None], row0, it, chunks, thread)
+                fh = self.next_rows(source, coming, j, row0, it, chunks, thread)
                 rw = cute.make_rmem_tensor((self.own,), x.v.element_type)
                 if const_expr(self.convolves or not self.early):
                     self.read_values(v, rw, unit)
@@ -482,31 +487,17 @@ class Layer(recurrent.Recurrent):
                 scaled = self.advance(fh, rw, token, F32(1.0), options, row0, unit, thread, sR, 0, o)
                 if const_expr(self.sends_early):
                     self.meet(norm, block, thread.tid)
+                elif const_expr(self.ends_early and j + 1 == self.turn):
+                    if it + 1 == chunks:
+                        self.meet(norm, block, thread.tid)
+                        self.write_outputs(norm, shared.heads, norm.block, thread.tid)
                 self.keep_state(x, kept, options.null_index, block, 0, fh, scaled, row0, thread.lane)
                 if const_expr(self.update):
                     if writes:
                         self.store_rows(x.state[Int64(write_slot), block.hv, None, None], fh, scaled, row0, thread.lane)
 
     @cute.jit
-    def next_rows(self, source, raw, row0, it, chunks, thread):
-        """A chunk's rows in fp32, which were asked for `ahead` chunks before; asks for those of as many further on."""
-        if const_expr(not self.early):
-            self.copy_rows(source, raw, row0, thread.lane, False)
-        fh = self.fragment(F32)
-        recurrent.widen(raw, fh, self.spread)
-        if const_expr(self.early and self.chunks > self.ahead):
-            if it + self.ahead < chunks:
-                self.copy_rows(source, raw, row0 + self.ahead * self.chunk, thread.lane, False)
-        return fh
-
-    def fragments(self, dtype):
-        """Registers for the rows of `ahead` chunks, one of them as in `fragment`."""
-        stride = (self.RK, 1) if self.k_last else (1, self.RV)
-        size = self.RV * self.RK
-        return cute.make_rmem_tensor(cute.make_layout((self.ahead, self.RV, self.RK), stride=(size, *stride)), dtype)
-
-    @cute.jit
-    def many_tokens(self, x, options, block, thread, gate, read, kept, source, raw, write_slot, writes, shared, norm):
+    def many_tokens(self, x, options, block, thread, gate, read, kept, source, coming, write_slot, writes, shared, norm):
         """T >= 2 as `recurrent` has it, of one head or several."""
         fq = cute.make_rmem_tensor((self.RK,), F32)
         fk = cute.make_rmem_tensor((self.RK,), F32)
@@ -517,12 +508,12 @@ class Layer(recurrent.Recurrent):
         self.write_stage(stage, read, x.dt_bias, gate, options, block.length, thread.tid)
         cute.arch.sync_threads()
         chunks = shared.heads * self.head_chunks if const_expr(self.share > 1) else Int32(self.chunks)
-        for first in cutlass.range(0, chunks, self.ahead, unroll=1):
-            for j in cutlass.range_constexpr(self.ahead):
+        for first in cutlass.range(0, chunks, self.turn, unroll=1):
+            for j in cutlass.range_constexpr(self.turn):
                 it = first + j
                 row0 = block.v0 + it * self.chunk + thread.group * self.RV
                 unit = self.unit(block.vt, it, thread)
-                fh = self.next_rows(source, raw[j, None, None], row0, it, chunks, thread)
+                fh = self.next_rows(source, coming, j, row0, it, chunks, thread)
                 rw = cute.make_rmem_tensor((self.own,), x.v.element_type)
                 scaled = F32(1.0)
                 for t in cutlass.range(block.length, unroll=1):
@@ -666,10 +657,7 @@ class Layer(recurrent.Recurrent):
 
         if live:
             source = state[Int64(slot), hv, None, None]
-            raw = self.fragments(self.state_dtype)
-            if const_expr(self.early):
-                for j in cutlass.range_constexpr(self.ahead):
-                    self.copy_rows(source, raw[j, None, None], block.v0 + j * self.chunk + group * self.RV, lane, False)
+            coming = self.first_rows(source, smem, block.v0, thread)
             window = self.read_window(conv, window_slot, held, at, taps) if const_expr(self.convolves) else None
             if const_expr(self.early and self.per_k and not self.loop):
                 cute.arch.sync_warp()
@@ -698,10 +686,10 @@ class Layer(recurrent.Recurrent):
             norm = None
             if const_expr(self.normed):
                 of_warp, squares = self.rows_in_registers(F32), cute.make_rmem_tensor((self.norm_rows,), F32)
-                norm = Norm(sO, rw, late.gate, output, norm_eps, of_warp, squares, sums, arrived)
+                norm = Norm(sO, rw, late.gate, output, norm_eps, of_warp, squares, sums, arrived, block)
             body = self.many_tokens if const_expr(self.loop) else self.one_token
-            body(x, options, within, thread, gate, read, kept, source, raw, write_slot, writes, Shared(own_heads, scalars), norm)
-            if const_expr(self.normed):
+            body(x, options, within, thread, gate, read, kept, source, coming, write_slot, writes, Shared(own_heads, scalars), norm)
+            if const_expr(self.normed and not self.ends_early):
                 if const_expr(not self.sends_early):
                     self.meet(norm, block, tid)
                 self.write_outputs(norm, own_heads, block, tid)

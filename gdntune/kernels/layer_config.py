@@ -23,6 +23,8 @@ MOST = 8
 # nobody reads a window that another shifts.
 SHIFTED_HEADS = 8
 MANY_HEADS = 1 << 16
+# Of rows on their way in shared memory, a block: a multiprocessor has room for five or six.
+COPIED_BYTES = 32 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Knobs(recurrent_config.Knobs):
     )
     ahead: int = knob(
         "ah", "chunks of rows whose loads are in flight; early=True, where more than one", default=1
+    )
+    copied: bool = knob(
+        "cp",
+        "rows on their way are in shared memory, by cp.async (k_last); else in registers",
+        default=False,
     )
 
 
@@ -89,6 +96,8 @@ def block(c: Contract, s: Knobs) -> Block:
     if s.share > 1:
         # decay and beta
         shared += 8 * tokens * s.share
+    if s.copied:
+        shared += s.ahead * chunk_rows(c, s) * c.K * ITEMSIZE[c.state_dtype]
     return Block(threads, shared)
 
 
@@ -123,6 +132,11 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return f"registers={s.registers}: expected one of 0, 64, 80, 96, 128"
     if why := recurrent_config.refuse(c, dataclasses.replace(s, registers=0)):
         return why
+    if s.copied and (c.layout != "k_last" or not s.early or s.vec * ITEMSIZE[c.state_dtype] != 16):
+        return (
+            "copied=True: expected k_last, early=True and loads of 16 bytes, vec="
+            f"{16 // ITEMSIZE[c.state_dtype]}"
+        )
     chunks = s.tile_v // chunk_rows(c, s)
     if s.ahead not in (1, 2, 4) or chunks % s.ahead or (s.ahead > 1 and not s.early):
         return (
@@ -171,13 +185,32 @@ def _clusters(c: Contract, s: Knobs) -> list[Knobs]:
     if c.norm == "none" or not (s.early and s.spread) or held_elements(c, s) < 32:
         return []
     rows = chunk_rows(c, s)
-    return [dataclasses.replace(s, tile_v=rows)] if rows < c.V else []
+    # as the delta rule's own winners for drafts: five blocks a multiprocessor, not four
+    caps = (0, 96) if compiled_tokens(c) > 1 and held_elements(c, s) == 64 else (0,)
+    return [dataclasses.replace(s, tile_v=rows, registers=cap) for cap in caps if rows < c.V]
 
 
 def _pairs(c: Contract, s: Knobs) -> list[Knobs]:
     """Of a setting for a whole head, that for two of one q/k head."""
     one = compiled_tokens(c) == 1 and s.early and s.threads == 128
     return [dataclasses.replace(s, share=2)] if one and held_elements(c, s) >= 32 else []
+
+
+def _copies(c: Contract, s: Knobs) -> list[Knobs]:
+    """Of a setting for a whole head, those whose rows wait in shared memory."""
+    if c.layout != "k_last" or not (s.early and s.spread) or held_elements(c, s) < 32:
+        return []
+    rows = chunk_rows(c, s)
+    if s.tile_v != c.V or s.vec * ITEMSIZE[c.state_dtype] != 16:
+        return []
+    fit = COPIED_BYTES // (rows * c.K * ITEMSIZE[c.state_dtype])
+    caps = (0, 80) if held_elements(c, s) == 32 else (0,)
+    return [
+        dataclasses.replace(s, copied=True, ahead=ahead, registers=cap)
+        for ahead in (2, 4)
+        if ahead <= min(fit, c.V // rows)
+        for cap in caps
+    ]
 
 
 def _has_clusters(device: Device) -> bool:
@@ -189,9 +222,10 @@ def _has_clusters(device: Device) -> bool:
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
     found = [s for s in _candidates(c) if not refuse(c, s) and _worth(c, s)]
+    found += [x for s in found if s.lanes == 16 for x in _copies(c, s)]
     more = [x for s in found if s.lanes == 16 or c.layout == "v_last" for x in _pairs(c, s)]
     if _has_clusters(device):
-        more += [x for s in found if s.lanes == 16 for x in _clusters(c, s)]
+        more += [x for s in found if s.lanes == 16 and not s.copied for x in _clusters(c, s)]
     found += [s for s in dict.fromkeys(more) if not refuse(c, s)]
     if c.intermediate == "slots":
         found += [dataclasses.replace(s, row=True) for s in found if s.early]

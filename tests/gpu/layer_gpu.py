@@ -4,6 +4,7 @@
     GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py check [--random N] [--all]
     GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py time [--all] [--sizes 1,4,16,64,256] [--rounds 60]
     GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py why [--sizes 16,64]
+    GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py producers [--sizes 1,4,16,64]
 
 check: every compiled variant by the gate that a sweep has, then N random problems; exits with 1 where one
 is wrong. time: microseconds a layer, medians, in a CUDA graph of layers less the same without the
@@ -11,7 +12,9 @@ call (the L2 policy `chain`), interleaved. Each row is a contract and a batch si
 table's kernel without the parts, `apart` the same with a convolution and a norm of their own
 (`layer_parts`), `fused` the best of the layer's variants; each without and with programmatic
 dependent launch. The finalists go to stderr. why: the same of the step with parts left out, to see
-what the convolution and the norm cost beyond their bytes. All variants are tried for six rounds, the best few for all. --all: every variant
+what the convolution and the norm cost beyond their bytes. producers: the step with and without dependent
+launch behind kernels that take longer, and behind a matrix product of torch's that reads as many bytes as in_proj
+does. All variants are tried for six rounds, the best few for all. --all: every variant
 worth trying, not a few of them.
 """
 
@@ -38,6 +41,7 @@ from gdntune.objects.store import object_spec
 from gdntune.problem import Contract, Problem
 from gdntune.runtime.dispatch import Runtime
 from gdntune.timing import summary
+from gdntune.tuning.chain import Chain, layers_of
 from gdntune.tuning.session import Session
 
 LAYER = kernels.get("layer")
@@ -134,6 +138,7 @@ def wanted(
         for setting in (layer_parts.Knobs(), layer_parts.Knobs(True)):
             for tokens in (1, SLOTS["tokens"]):
                 yield part, Contract(tokens=tokens), part.variant(setting), None
+    yield layer_parts.PRODUCER, Contract(), layer_parts.PRODUCER.variant(layer_parts.Knobs()), None
     yield from of_the_timers()
 
 
@@ -219,7 +224,7 @@ def agrees(session: Session, c: Contract, runtime: Runtime) -> float:
     return float((got - part.want).abs().max() / part.want.abs().max())
 
 
-def time_all(every: bool, sizes: list[int], rounds: int) -> None:
+def time_all(every: bool, sizes: list[int], rounds: int, only: str) -> None:
     """One table a number of heads and contract."""
     session = session_of("chain")
     runtime = Runtime(session.device, session.store)
@@ -230,7 +235,7 @@ def time_all(every: bool, sizes: list[int], rounds: int) -> None:
     for H, HV in HEADS:
         for name, c in TIMED.items():
             # half the heads: where small batches leave SMs without a block
-            if HV == 32 and c.tokens == 1 and not every:
+            if (HV == 32 and c.tokens == 1 and not every) or only not in f"{name}, HV={HV}":
                 continue
             print(
                 f"\n{name}, H={H}, HV={HV}, {session.device.name}: us a layer, in brackets with dependent launch\n"
@@ -305,10 +310,109 @@ def why(sizes: list[int], rounds: int) -> None:
             torch.cuda.empty_cache()
 
 
+class Projected(Chain):
+    """Layers whose inputs are a matrix product's rows, as in_proj leaves them: it reads the weights too."""
+
+    HIDDEN = 2048
+
+    def __init__(self, problem: Problem, place: str, layers: int) -> None:
+        super().__init__(problem, place, layers)
+        first = self.cases[0]
+        parts = ("mixed_qkv", "output_gate", "a", "b")
+        sizes = [getattr(first, name)[0, 0].numel() for name in parts]
+        made = {"dtype": first.mixed_qkv.dtype, "device": place}
+        self._hidden = torch.randn(problem.B, self.HIDDEN, **made)
+        self._weights = torch.randn(layers, self.HIDDEN, sum(sizes), **made) / self.HIDDEN**0.5
+        self._rows = torch.zeros(layers, problem.B, sum(sizes), **made)
+        for layer, case in enumerate(self.cases):
+            views = self._rows[layer].split(sizes, 1)
+            self.cases[layer] = case.with_inputs(
+                **{
+                    name: x.unflatten(1, getattr(first, name).shape[1:])
+                    for name, x in zip(parts, views, strict=True)
+                }
+            )
+
+    def produce(self, layer: int) -> None:
+        """The output's zeros first, so that the product is what the call waits for."""
+        self.cases[layer].output.zero_()
+        torch.mm(self._hidden, self._weights[layer], out=self._rows[layer])
+
+
+PRODUCT = "a matrix product"
+PRODUCERS = ("the chain's copy", "64 steps", "1000 steps", "5000 steps", PRODUCT)
+PDL = ("none", "first", "state")
+
+
+def made_by(session: Session, problem: Problem, name: str) -> Chain:
+    """A chain with this producer, in what the timer times."""
+    chained = session.chained
+    assert chained is not None
+    # the last one's pools go first
+    chained.chain = None
+    layers = layers_of(problem, session.device)
+    if name == PRODUCT:
+        chained.weights = lambda layer: None
+        chained.chain = Projected(problem, session.place, layers)
+    elif name == PRODUCERS[0]:
+        # which makes the chain too
+        session.calls(problem, "decode", [])
+    else:
+        part = layer_parts.PRODUCER
+        spec = object_spec(part, Contract(), part.variant(layer_parts.Knobs()), session.device)
+        slow, steps = session.store.load([spec])[spec.key], int(name.split()[0])
+
+        def copy(source: Any, target: Any) -> None:
+            slow(source, target, steps, 1)
+
+        chained.chain = Chain(problem, session.place, layers, copy=copy)
+    return chained.around()
+
+
+def times_in(
+    session: Session, chain: Chain, c: Contract, variants: list[Variant], rounds: int
+) -> list[float]:
+    """Variants' median times in the chain that the timer has."""
+    given = [case.arguments() for case in chain.cases]
+    functions = [session.function(c, v) for v in variants]
+    calls = [lambda layer, f=f: f(*given[layer]) for f in functions]
+    return [summary(x).median_us for x in session.timer.measure(calls, rounds)]
+
+
+def producers(sizes: list[int], rounds: int) -> None:
+    """What dependent launch gains behind one producer or another."""
+    session = session_of("chain")
+    c = TIMED["step, bf16"]
+    variants = tried(c, session.device, False)
+    session.load(c, variants)
+    found: dict[int, list[Variant]] = {}
+    print(f"step, bf16, H=16, HV=64, {session.device.name}: us a layer\n")
+    print("| producer | B | none | first | state | variants |")
+    print("| --- | ---: | ---: | ---: | ---: | --- |", flush=True)
+    for name in PRODUCERS:
+        for B in sizes:
+            chain = made_by(session, Problem(c, B, 16, 64), name)
+            if B not in found:
+                screened = times_in(session, chain, c, variants, SCREEN)
+                order = sorted(range(len(variants)), key=lambda i: screened[i])
+                found[B] = [
+                    variants[i]
+                    for pdl in PDL
+                    for i in [i for i in order if variants[i].knobs["pdl"] == pdl][:3]
+                ]
+            times = times_in(session, chain, c, found[B], rounds)
+            timed = list(zip(times, found[B], strict=True))
+            best = [min((us, v.id) for us, v in timed if v.knobs["pdl"] == pdl) for pdl in PDL]
+            said = " | ".join(f"{us:.2f}" for us, _ in best)
+            print(f"| {name} | {B} | {said} | {', '.join(v for _, v in best)} |", flush=True)
+            torch.cuda.empty_cache()
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("compile", "check", "time", "why"))
+    parser.add_argument("what", choices=("compile", "check", "time", "why", "producers"))
+    parser.add_argument("--only", default="", help="time: rows whose name has this")
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--gpu", default="h200")
@@ -323,10 +427,12 @@ def main() -> None:
         compile_all(given.folder, given.gpu, given.all)
     elif given.what == "check":
         sys.exit(0 if check(given.all, given.random, given.seed) else 1)
+    elif given.what == "producers":
+        producers([int(n) for n in given.sizes.split(",")], given.rounds)
     elif given.what == "why":
         why([int(n) for n in given.sizes.split(",")], given.rounds)
     else:
-        time_all(given.all, [int(n) for n in given.sizes.split(",")], given.rounds)
+        time_all(given.all, [int(n) for n in given.sizes.split(",")], given.rounds, given.only)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A layer's convolution and its gated norm as kernels of their own, of the same making as the fused one:
-what `layer_gpu.py` times it against. Width 4, silu, bf16, V=128; windows are rings.
+what `layer_gpu.py` times it against. Width 4, silu, bf16, V=128; windows are rings. And a kernel that
+writes a call's inputs, and takes as long as it is told.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ def _kernel(name: str) -> Kernel:
     )
 
 
-CONV, NORM = _kernel("part_conv"), _kernel("part_norm")
+CONV, NORM, PRODUCER = _kernel("part_conv"), _kernel("part_norm"), _kernel("part_producer")
 
 
 def compile(facts: dict[str, Any], knobs: dict[str, Any], options: str, prefix: str) -> Any:

@@ -132,6 +132,31 @@ class Norm:
         cute.autovec_copy(y, cute.local_tile(out, (L,), (at,)))
 
 
+class Producer:
+    """Copies words, each after so many dependent steps, and lets the kernel behind it start at once."""
+
+    @cute.jit
+    def produce(self, source, target, steps: Int32, one: Int32, stream: CUstream):
+        grid = (source.shape[0] // (CHANNELS * THREADS), 1, 1)
+        self.kernel(rows_of(source, 0), rows_of(target, 0), steps, one).launch(
+            grid=grid, block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, source, target, steps: Int32, one: Int32):
+        cute.arch.griddepcontrol_launch_dependents()
+        tid, _, _ = cute.arch.thread_idx()
+        bx, _, _ = cute.arch.block_idx()
+        r = cute.make_rmem_tensor((CHANNELS,), Int32)
+        at = bx * THREADS + tid
+        cute.autovec_copy(cute.local_tile(source, (CHANNELS,), (at,)), r)
+        x = r[0]
+        for _ in cutlass.range(steps, unroll=1):
+            x = x * one
+        r[0] = x
+        cute.autovec_copy(r, cute.local_tile(target, (CHANNELS,), (at,)))
+
+
 def compiled(part, tokens, pdl, options, prefix):
     """A part's compiled function."""
 
@@ -151,6 +176,11 @@ def compiled(part, tokens, pdl, options, prefix):
         state = fake(BFloat16, (cute.sym_int(), cute.sym_int(), D), (wide(), wide(), 1))
         given = [row(), state, fake(BFloat16, (D, WIDTH), (WIDTH, 1)), index(), index(), row()]
         function = kernel.conv_step
+    elif part == "part_producer":
+        kernel = Producer()
+        n = cute.sym_int(divisibility=CHANNELS * THREADS)
+        words = [fake(Int32, (n,), (1,)) for _ in range(2)]
+        given, function = [*words, Int32(1), Int32(1)], kernel.produce
     else:
         kernel = Norm(pdl)
         rows = lambda: fake(BFloat16, (B, T, HV, V), (wide(), wide(), V, 1))  # noqa: E731

@@ -52,6 +52,21 @@ ROWS = [
     row(RAGGED, 3, LENGTHS, share=4, ilp=2, ahead=2, pdl="state"),
     row(Contract(**STEP, **SLOTS), 3, share=2, ilp=4, row=True),
     row(Contract(norm="silu", **SLOTS), 1, ilp=4, ahead=2),
+    # rows on their way in shared memory: a whole head at once, two chunks of four, over several heads
+    row(Contract(**STEP), 2, ilp=4, threads=128, copied=True, ahead=4, registers=80),
+    row(
+        Contract(**STEP, state_dtype="fp32"),
+        3,
+        ilp=4,
+        threads=128,
+        vec=4,
+        copied=True,
+        share=2,
+        pdl="state",
+    ),
+    row(RAGGED, 3, LENGTHS, ilp=8, threads=128, copied=True, ahead=2),
+    row(Contract(**STEP, **SLOTS), 1, ilp=4, threads=256, copied=True, ahead=2, row=True),
+    row(Contract(**KDA), 1, ilp=4, threads=128, copied=True, ahead=2, pdl="first"),
     # windows that are shifted in place, by a block that has all their readers
     row(Contract(**STEP, conv_window="shifted"), 3, threads=256, ilp=4, pdl="state"),
     row(Contract(conv="silu", conv_bias=True, conv_width=3, conv_window="shifted"), 8),

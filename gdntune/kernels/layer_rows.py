@@ -1,0 +1,95 @@
+"""The rows of a state on their way to `layer`'s arithmetic, `ahead` chunks of them.
+
+In registers, where 128 rows of a head leave room for three to five blocks a multiprocessor, which keep 40 to 48 KB in flight. Or, with
+`copied`, in shared memory by cp.async: a thread copies what it will read itself, so that nothing waits for another thread, and
+registers hold one chunk alone.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from gdntune.kernels import recurrent
+
+F32 = Float32
+
+
+class Rows(recurrent.Recurrent):
+    """The compile-time facts of rows on their way; `ahead` and `copied` are knobs beside `recurrent`'s."""
+
+    def __init__(self, facts: dict, knobs: dict[str, Any]):
+        super().__init__(facts, knobs)
+        self.ahead, self.copied = knobs["ahead"], knobs["copied"]
+        # Chunks that a turn of the loop takes: registers have no index, so that each chunk on its way is written out.
+        self.turn = 1 if self.copied else self.ahead
+
+    @cute.jit
+    def first_rows(self, source, smem, v0, thread):
+        """Asks for the first chunks of rows from v0 on; gives where they will be."""
+        coming = None
+        if const_expr(self.copied):
+            coming = self.places(smem)
+            for j in cutlass.range_constexpr(self.ahead):
+                self.ask(source, coming, j, v0 + j * self.chunk + thread.group * self.RV, thread)
+                cute.arch.cp_async_commit_group()
+        else:
+            coming = self.fragments(self.state_dtype)
+            if const_expr(self.early):
+                for j in cutlass.range_constexpr(self.ahead):
+                    row0 = v0 + j * self.chunk + thread.group * self.RV
+                    self.copy_rows(source, coming[j, None, None], row0, thread.lane, False)
+        return coming
+
+    @cute.jit
+    def next_rows(self, source, coming, j: cutlass.Constexpr, row0, it, chunks, thread):
+        """Chunk `it` of rows, from row0 on, in fp32; asks for the one that is `ahead` chunks further on. j: its place in registers."""
+        fh = self.fragment(F32)
+        further = row0 + self.ahead * self.chunk
+        if const_expr(self.copied):
+            # A group a turn, an empty one where nothing is left to ask for: the last `ahead` - 1 are those behind this chunk's.
+            cute.arch.cp_async_wait_group(self.ahead - 1)
+            place = it % self.ahead
+            raw = self.fragment(self.state_dtype)
+            for i in cutlass.range_constexpr(self.RV):
+                for c in cutlass.range_constexpr(self.KC):
+                    cute.autovec_copy(coming[place, i, c, thread.tid, None], cute.local_tile(raw[i, None], (self.vec,), (c,)))
+            recurrent.widen(raw, fh, self.spread)
+            if it + self.ahead < chunks:
+                self.ask(source, coming, place, further, thread)
+            cute.arch.cp_async_commit_group()
+        else:
+            raw = coming[j, None, None]
+            if const_expr(not self.early):
+                self.copy_rows(source, raw, row0, thread.lane, False)
+            recurrent.widen(raw, fh, self.spread)
+            if const_expr(self.early and self.chunks > self.ahead):
+                if it + self.ahead < chunks:
+                    self.copy_rows(source, raw, further, thread.lane, False)
+        return fh
+
+    @cute.jit
+    def ask(self, source, places, place, row0, thread):
+        """Starts the copies of a thread's share of a chunk of rows."""
+        mode = cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL)
+        atom = cute.make_copy_atom(mode, self.state_dtype, num_bits_per_copy=self.vec * self.state_dtype.width)
+        for i in cutlass.range_constexpr(self.RV):
+            for c in cutlass.range_constexpr(self.KC):
+                m = cute.local_tile(source[row0 + i, None], (self.vec,), (c * self.shares + thread.lane,))
+                cute.copy(atom, m, places[place, i, c, thread.tid, None])
+
+    def places(self, smem):
+        """Shared memory for `ahead` chunks, neighbouring threads' loads side by side."""
+        shape = (self.ahead, self.RV, self.KC, self.threads, self.vec)
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * size)
+        return smem.allocate_tensor(self.state_dtype, cute.make_layout(shape, stride=tuple(strides)), 16)
+
+    def fragments(self, dtype):
+        """Registers for the rows of `ahead` chunks, one of them as in `fragment`."""
+        stride = (self.RK, 1) if self.k_last else (1, self.RV)
+        size = self.RV * self.RK
+        return cute.make_rmem_tensor(cute.make_layout((self.ahead, self.RV, self.RK), stride=(size, *stride)), dtype)
