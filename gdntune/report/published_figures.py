@@ -25,11 +25,22 @@ SWEEPS = {
     "H200": ("shipped.gdn", "shipped.kda"),
 }
 PEERS = {"flashinfer": "FlashInfer", "sglang": "SGLang", "vllm": "vLLM", "fla": "fla"}
+# Who else makes a layer's step: our delta rule between vLLM's convolution and norm.
+APART = {"apart": "ours, apart"}
 # Journals of a folder: ours beside other libraries', alone, alone by the calls that their engines
 # make today, and in a chain of layers.
 ALONE, AS_CALLED = "bench-peers.jsonl.xz", "bench-peers.as-called.jsonl.xz"
 CHAIN = "bench-chain.jsonl.xz"
-WHERE = {ALONE: "alone", AS_CALLED: "as engines call it", CHAIN: "in a chain"}
+# A layer's step and drafts behind a ring, each in both policies.
+STEPS = {
+    "bench-layer.jsonl.xz": "in a chain of layers",
+    "bench-layer.cold.jsonl.xz": "alone, cold L2",
+}
+RINGS = {
+    "bench-ring.jsonl.xz": "alone, cold L2",
+    "bench-ring.chain.jsonl.xz": "in a chain of layers",
+}
+WHERE = {ALONE: "alone", AS_CALLED: "as engines call it", CHAIN: "in a chain", **STEPS, **RINGS}
 # What a choice may lose in the shipped tables, as tables/README.md says; journals have the sweeps'.
 REGRET = 0.005
 BATCHES = (1, 16, 64, 256, 512)
@@ -124,6 +135,10 @@ def tables(results: Path) -> Iterator[str]:
         yield beside_others(called, "as engines call them")
     if chains:
         yield beside_others(chains, "in a chain of layers")
+    for name, policy in {**STEPS, **RINGS}.items():
+        for gpu, folder in GPUS.items():
+            if paths := _journals(results / folder, name):
+                yield by_batch(_bench(tuple(paths)), f"{gpu}, {policy}")
     yield readme(called[HEADLINE], chains[HEADLINE])
 
 
@@ -220,6 +235,44 @@ def beside_others(found: dict[str, _Bench], corner: str = "") -> str:
             words = group.words.replace("{T}", _tokens(tokens))
             rows.append([words, *map(_over, cells)])
     return _markdown(headers, rows)
+
+
+def by_batch(bench: _Bench, corner: str) -> str:
+    """Medians by batch, of each contract ours and every library's fastest; bold where theirs is
+    faster beyond a tie.
+    """
+    kinds: dict[tuple[str, str], dict[int, dict[Any, Any]]] = {}
+    batches = sorted({int(B) for B in bench.rows["B"]})
+    for cell in bench.rows[bench.rows["chosen"]].to_dict("records"):
+        kinds.setdefault((_kind(cell), "gdntune"), {})[cell["B"]] = cell
+    for peer, words in {**PEERS, **APART}.items():
+        for cell in bench.of(peer).to_dict("records"):
+            kinds.setdefault((_kind(cell), words), {})[cell["B"]] = cell
+    rows, before = [], ""
+    for what in dict.fromkeys(what for what, _ in kinds):
+        for (its, whose), cells in kinds.items():
+            if its == what:
+                times = [_of_batch(cells.get(B)) for B in batches]
+                rows.append(["" if what == before else what, whose, *times])
+                before = what
+    return _markdown([corner, "", *(f"B={B}" for B in batches)], rows)
+
+
+def _of_batch(cell: dict[Any, Any] | None) -> str:
+    if cell is None:
+        return ""
+    return f"**{_us(cell)}**" if cell.get("behind") else _us(cell)
+
+
+def _kind(cell: dict[Any, Any]) -> str:
+    """A contract of a layer's step or of a ring, in words."""
+    op, state = cell["op"].removesuffix("_decode").upper(), cell["state_dtype"]
+    if cell["ring"]:
+        return f"{op} T={cell['tokens']}, {state} state, u in {cell['ring_dtype']}"
+    what = "norm alone" if cell["conv"] == "none" else "step"
+    if cell["conv_window"] == "shifted":
+        what += ", windows shifted"
+    return f"{op} {what}, T={cell['tokens']}, {state} state, HV={cell['HV']}"
 
 
 def _tokens(tokens: Sequence[int]) -> str:

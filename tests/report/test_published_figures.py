@@ -108,3 +108,22 @@ def test_a_bench_in_two_journals(tmp_path):
     line = published_figures.beside_others({"H200": found}).splitlines()[2]
     assert line == "| GDN T=1, bf16 state | 1.16 (**0.90**) |"
     assert published_figures._journals(tmp_path / "none", "bench-peers.jsonl.xz") == []
+
+
+def test_steps_and_rings_by_batch(tmp_path):
+    """Of each contract ours and every library, a column a batch; what is faster than ours beyond a
+    tie is bold.
+    """
+    plain = published(tmp_path, "1", flashinfer=0.9, apart=1.5)
+    rings = plain._replace(rows=plain.rows.assign(ring=16, ring_dtype="bf16"))
+    lines = published_figures.by_batch(rings, "H200, alone").splitlines()
+    assert lines[0] == "| H200, alone |  | B=1 |"
+    first, ours = lines[2].split(" | ")[:2]
+    assert first == "| GDN T=1, bf16 state, u in bf16" and ours == "gdntune"
+    mine, theirs, apart = (line.split(" | ")[2].strip("* |") for line in lines[2:5])
+    assert lines[3].startswith("|  | FlashInfer | **") and "ours, apart" in lines[4]
+    assert float(theirs) < float(mine) < float(apart)
+    steps = plain._replace(rows=plain.rows.assign(conv="silu", conv_window="shifted"))
+    assert "| GDN step, windows shifted, T=1, bf16 state, HV=64 | gdntune |" in (
+        published_figures.by_batch(steps, "")
+    )
