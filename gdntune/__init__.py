@@ -26,6 +26,7 @@ _PUBLIC = {
     "RawWindow": "gdntune.runtime.drafts",
     "RingState": "gdntune.runtime.rings",
     "gated_delta_rule_verify": "gdntune.runtime.rings",
+    "kda_verify": "gdntune.runtime.rings",
     "gated_delta_rule_commit": "gdntune.runtime.rings",
     "Plan": "gdntune.runtime.planned",
     "Contract": "gdntune.problem",

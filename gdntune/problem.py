@@ -229,8 +229,6 @@ def _ring_fault(c: Contract) -> str | None:
         return None if c.ring_dtype == "fp32" else "ring_dtype with ring=0: leave it out"
     if c.ring not in RINGS:
         return f"ring={c.ring}: expected 0 (none) or one of {listed(RINGS)}"
-    if c.op != "gdn_decode":
-        return f"ring={c.ring} with op={c.op}: rings are served of gdn_decode alone"
     if c.layer:
         return f"ring={c.ring} with norm={c.norm!r}, conv={c.conv!r}: expected 'none' of both"
     if (c.mode, c.intermediate, c.pool, c.ragged) != ("update", "none", True, False):

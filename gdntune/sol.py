@@ -92,7 +92,8 @@ def _ring_bytes(problem: Problem) -> int:
     """
     c = problem.contract
     entry = problem.H * c.K * ITEMSIZE[c.input_dtype]
-    entry += problem.HV * (c.V * ITEMSIZE[c.ring_dtype] + 4)
+    decays = c.K if c.op == "kda_decode" else 1
+    entry += problem.HV * (c.V * ITEMSIZE[c.ring_dtype] + 4 * decays)
     rows = problem.B * ((c.ring + c.tokens) / 2 + c.tokens)
     return round(entry * rows + state_bytes(problem) * c.tokens / c.ring)
 

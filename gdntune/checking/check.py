@@ -183,7 +183,7 @@ def _coordinates(case: Case, name: str, leading: int, rest: Sequence[int]) -> st
         first = f"slot={leading}"
     elif name in ring.TENSORS:
         first = f"slot={leading // tensor.shape[2]}, row={leading % tensor.shape[2]}"
-        last = "k" if name == "ring_k" else "v"
+        last = "v" if name == "ring_u" else "k"
         return f"{name}[{first}, head={rest[0]}, {last}={rest[1]}]"
     elif name == "conv_state":
         first = f"slot={leading // tensor.shape[1]}, row={leading % tensor.shape[1]}"

@@ -196,7 +196,9 @@ def draw_ring(draw: Draw, problem: Problem, options: Options, slots: int) -> dic
         u *= c.K**-0.5
     else:
         k *= c.K**-0.5
-    decay = kept(torch.float32, problem.HV, rows).uniform_(0.5, 1.0, generator=draw.generator)
+    per_key = (c.K,) if c.op == "kda_decode" else ()
+    decay = kept(torch.float32, problem.HV, rows, *per_key)
+    decay.uniform_(0.5, 1.0, generator=draw.generator)
     least = c.ring + 1 if options.flush_min is None else options.flush_min
     return {
         "ring_k": k, "ring_u": u, "ring_decay": decay, "flush_min": least,

@@ -55,21 +55,22 @@ def folded(
     at = torch.where(real, (window.base[:, None] + entry) % rows, 0)
     slots = where.start.clamp(min=0)
     k, u, decay = (_live(given.tensor(name), slots, at, dtype) for name in TENSORS)
-    real = real[:, None, :]
-    k, u = torch.where(real[..., None], k, 0), torch.where(real[..., None], u, 0)
-    decay = torch.where(real, decay, 1)
-    behind = decay.flip(-1).cumprod(-1).flip(-1)
-    each = torch.cat((behind[..., 1:], torch.ones_like(behind[..., :1])), -1)
-    k = k.repeat_interleave(u.shape[1] // k.shape[1], 1)
-    added = torch.einsum("bhiv,bhi,bhik->bhvk", u, each, k)
-    return behind[..., 0, None, None] * start + added
+    real = real[:, None, :, None]
+    k, u = torch.where(real, k, 0), torch.where(real, u, 0)
+    # [B, HV, entries, K], or of one decay a head [..., 1]
+    decay = torch.where(real, decay.view(*u.shape[:3], -1), 1)
+    behind = decay.flip(2).cumprod(2).flip(2)
+    each = torch.cat((behind[:, :, 1:], torch.ones_like(behind[:, :, :1])), 2)
+    k = each * k.repeat_interleave(u.shape[1] // k.shape[1], 1)
+    return behind[:, :, :1] * start + torch.einsum("bhiv,bhik->bhvk", u, k)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What a ring gets: of each token k [n, H, K], u [n, HV, V], decay [n, HV, 1] in the compute
-    dtype, and which token each of [slots * rows] has in the end, -1 for those that are left alone.
-    tokens [n]: how many u has seen; reach [n, HV]: the norm of what u is a difference of.
+    """What a ring gets: of each token k [n, H, K], u [n, HV, V], decay [n, HV, 1] (KDA: [n, HV, K])
+    in the compute dtype, and which token each of [slots * rows] has in the end, -1 for those that
+    are left alone. tokens [n]: how many u has seen; reach [n, HV]: the norm of what u is a
+    difference of.
     """
 
     k: Tensor
@@ -88,14 +89,14 @@ def kept(
     states: Tensor,
     inputs: tuple[Tensor, ...],
 ) -> Kept:
-    """What is appended. states [B, T, HV, V, K]: before each token; inputs: q's, k's and v's tokens
-    [B, T, heads, size], k's norm's inverse [B, T, H], decay [B, T, HV, 1] and beta [B, T, HV].
+    """What is appended. states [B, T, HV, V, K]: before each token; inputs: tokens of k and v
+    [B, T, heads, size], k's norm's inverse [B, T, H], decay [B, T, HV, 1 or K] and beta [B, T, HV].
     """
     key, value, inverse, decay, beta = inputs
     group = value.shape[2] // key.shape[2]
     per_head = inverse.repeat_interleave(group, 2)
     k = key.repeat_interleave(group, 2) * per_head[..., None]
-    met = (decay[..., None] * states * k[..., None, :]).sum(-1)
+    met = (decay[..., None, :] * states * k[..., None, :]).sum(-1)
     factor = (beta * per_head)[..., None]
     B, T = where.rows.shape
     shape = given.tensor("ring_u").shape

@@ -43,6 +43,8 @@ def _block_knobs(s: Knobs) -> wy_block_config.Knobs:
 
 def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
+    if c.op != "gdn_decode":
+        return f"op={c.op}: expected gdn_decode, whose decay is one a head"
     if c.input_dtype == "fp32":
         return "input_dtype=fp32: keys are one or two terms of bf16, expected bf16 or fp16"
     if s.threads == 64:

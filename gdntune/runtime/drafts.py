@@ -82,11 +82,7 @@ class RawWindow:
         per_key = (c.K,) if self.kda else ()
         check_parameter("A_log", A_log, (layers, problem.HV), c.has_parameters)
         check_parameter("dt_bias", dt_bias, (layers, problem.HV, *per_key), c.has_parameters)
-        if (lower_bound is not None) != (c.gate == "lower_bound"):
-            raise UnsupportedProblem(
-                f"lower_bound={lower_bound} with the gate {c.gate}: expected a number for the gate"
-                " lower_bound, None for others"
-            )
+        check_bound(c, lower_bound)
         if device is None:
             device = "cpu" if A_log is None else A_log.device
         heads, T = layers * problem.HV, c.tokens
@@ -350,6 +346,15 @@ def check_parameter(name: str, x: Tensor | None, shape: tuple[int, ...], needed:
     if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) != shape):
         what = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise UnsupportedProblem(f"{name} is {what}: expected a tensor {list(shape)}")
+
+
+def check_bound(c: Contract, lower_bound: float | None) -> None:
+    """Refuses a bound that the gate has not, or lacks."""
+    if (lower_bound is not None) != (c.gate == "lower_bound"):
+        raise UnsupportedProblem(
+            f"lower_bound={lower_bound} with the gate {c.gate}: expected a number for the gate"
+            " lower_bound, None for others"
+        )
 
 
 def check_range(name: str, x: int, n: int) -> None:

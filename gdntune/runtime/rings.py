@@ -17,6 +17,7 @@ from gdntune.runtime.contracts import DTYPES
 from gdntune.runtime.drafts import (
     NOBODY,
     TORCH,
+    check_bound,
     check_pair,
     check_parameter,
     check_range,
@@ -90,8 +91,6 @@ def gated_delta_rule_verify(
         errors are as in `gated_delta_rule_decode`.
     Formula: Gated Delta Networks (arXiv 2412.06464), eq. 10, with the state's last updates apart.
     """
-    if retrieve_parent_token is not None:
-        raise UnsupportedProblem(_TREE)
     if (g is None) == (A_log is None or a is None or dt_bias is None):
         raise UnsupportedProblem(
             "the gate: expected A_log, a and dt_bias together (raw), or g (log decay); give one of"
@@ -99,22 +98,96 @@ def gated_delta_rule_verify(
         )
     if (b is None) == (beta is None):
         raise UnsupportedProblem("beta: expected b (a logit) or beta (a value), one of the two")
-    write = initial_state_indices if output_state_indices is None else output_state_indices
     given = (
         initial_state, q, k, v, a if g is None else g, beta if b is None else b, A_log, dt_bias,
-        initial_state_indices, write, None, None, None, None, output,
-        ring_k, ring_u, ring_decay, ring_base, ring_count,
+        initial_state_indices,
+        initial_state_indices if output_state_indices is None else output_state_indices,
+        None, None, None, None, output, ring_k, ring_u, ring_decay, ring_base, ring_count,
     )  # fmt: skip
-    needed = {"q": q, "k": k, "v": v, "initial_state_indices": initial_state_indices}
-    for name, x in needed.items():
-        if not isinstance(x, Tensor):
-            raise UnsupportedProblem(f"{name} is of type {type(x).__name__}: expected a tensor")
     settings = (
         "gdn_decode", "raw" if g is None else "log", b is not None, False, state_layout, False,
         batch_invariant, False, None, scale, softplus_beta, softplus_threshold, 0.0,
         allow_neg_eigval, null_index, use_qk_l2norm,
     )  # fmt: skip
-    return ring_call.run(given, settings, (capacity, flush_min, append))
+    return _run(given, settings, (capacity, flush_min, append), retrieve_parent_token)
+
+
+def kda_verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    initial_state: Tensor,
+    initial_state_indices: Tensor,
+    ring_k: Tensor,
+    ring_u: Tensor,
+    ring_decay: Tensor,
+    ring_base: Tensor,
+    ring_count: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    b: Tensor | None = None,
+    beta: Tensor | None = None,
+    output_state_indices: Tensor | None = None,
+    capacity: int = 16,
+    flush_min: int | None = None,
+    append: bool = True,
+    retrieve_parent_token: Tensor | None = None,
+    state_layout: str = "k_last",
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    allow_neg_eigval: bool = False,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    null_index: int = -1,
+    batch_invariant: bool = False,
+    output: Tensor | None = None,
+) -> Tensor:
+    """Kimi Delta Attention behind a ring: as `gated_delta_rule_verify`, with one decay for each
+    key. Returns the output [B, T, HV, V].
+
+    g, A_log, dt_bias, lower_bound: as in `kda_decode`.
+    ring_decay: [slots, HV, rows, K], fp32: each token's own decays.
+    The other arguments, what is static, ownership and errors are as in `gated_delta_rule_verify`.
+    Formula: Kimi Linear (arXiv 2510.26692), eq. 1, with the state's last updates apart.
+    """
+    if (A_log is None) != (dt_bias is None) or (A_log is None and lower_bound is not None):
+        raise UnsupportedProblem(
+            "the gate: expected A_log and dt_bias together, lower_bound with them alone, or neither"
+            " (g is the log decay)"
+        )
+    if (b is None) == (beta is None):
+        raise UnsupportedProblem("beta: expected b (a logit) or beta (a value), one of the two")
+    if isinstance(dt_bias, Tensor) and dt_bias.dim() == 1:
+        dt_bias = dt_bias.unflatten(0, (-1, q.shape[-1]))
+    given = (
+        initial_state, q, k, v, g, beta if b is None else b, A_log, dt_bias, initial_state_indices,
+        initial_state_indices if output_state_indices is None else output_state_indices,
+        None, None, None, None, output, ring_k, ring_u, ring_decay, ring_base, ring_count,
+    )  # fmt: skip
+    gate = "log" if A_log is None else "softplus" if lower_bound is None else "lower_bound"
+    settings = (
+        "kda_decode", gate, b is not None, False, state_layout, False, batch_invariant, False, None,
+        scale, softplus_beta, softplus_threshold, 0.0 if lower_bound is None else lower_bound,
+        allow_neg_eigval, null_index, use_qk_l2norm,
+    )  # fmt: skip
+    return _run(given, settings, (capacity, flush_min, append), retrieve_parent_token)
+
+
+def _run(
+    given: tuple[Any, ...], settings: tuple[Any, ...], ring: tuple[Any, ...], tree: Any
+) -> Tensor:
+    """A call whose arguments are named as they are given; tree: refused."""
+    if tree is not None:
+        raise UnsupportedProblem(_TREE)
+    for name, at in (("q", 1), ("k", 2), ("v", 3), ("initial_state_indices", 8)):
+        if not isinstance(given[at], Tensor):
+            raise UnsupportedProblem(
+                f"{name} is of type {type(given[at]).__name__}: expected a tensor"
+            )
+    return ring_call.run(given, settings, ring)
 
 
 class _Token(NamedTuple):
@@ -128,12 +201,13 @@ class _Token(NamedTuple):
     output: Tensor
 
     @classmethod
-    def of(cls, B: int, ring_k: Tensor, ring_u: Tensor) -> "_Token":
+    def of(cls, B: int, ring_k: Tensor, ring_u: Tensor, ring_decay: Tensor) -> "_Token":
         """For B requests behind these rings, on all their heads."""
         keys, heads, V = ring_k.shape[1], ring_u.shape[1], ring_u.shape[3]
         return cls(
             ring_k.new_zeros(1, 1, keys, ring_k.shape[3]), ring_k.new_zeros(1, 1, heads, V),
-            ring_k.new_zeros(1, 1, heads, dtype=torch.float32), ring_k.new_empty(B, 1, heads, V),
+            ring_decay.new_zeros(1, 1, heads, *ring_decay.shape[3:]),
+            ring_k.new_empty(B, 1, heads, V),
         )  # fmt: skip
 
 
@@ -154,7 +228,8 @@ def gated_delta_rule_commit(
     null_block_id: int = NOBODY,
     batch_invariant: bool = False,
 ) -> None:
-    """Folds rings into states in one launch: of all layers, where their heads lie side by side.
+    """Folds rings, GDN's or KDA's, into states in one launch: of all layers, where their heads lie
+    side by side.
 
     checkpoint_state: [slots, heads, V, K] (v_last: [slots, heads, K, V]), updated in place; heads
         are HV, or layers * HV. ring_k, ring_u, ring_decay, ring_base, ring_count, capacity: as in
@@ -175,7 +250,7 @@ def gated_delta_rule_commit(
     if (track_state_indices is None) != (track_steps is None):
         raise UnsupportedProblem("track_state_indices and track_steps: expected both or neither")
     B = state_indices.shape[0]
-    token = _Token.of(B, ring_k, ring_u)
+    token = _Token.of(B, ring_k, ring_u, ring_decay)
     rings = (ring_k, ring_u, ring_decay)
     accepted = torch.zeros_like(ring_count)
     if accept_lens is not None:
@@ -204,12 +279,16 @@ def _fold(
     """The states of slots `read` with `count` entries of their rings, to slots `write`."""
     B, most = count.shape[0], given["capacity"]
     k, v, gate = (x.expand(B, *x.shape[1:]) for x in token[:3])
-    gated_delta_rule_verify(
-        k, k, v, initial_state=states, initial_state_indices=read.to(torch.int32),
-        output_state_indices=write.to(torch.int32), ring_k=rings[0], ring_u=rings[1],
-        ring_decay=rings[2], ring_base=base, ring_count=count.clamp(0, most), g=gate, beta=gate,
-        flush_min=0, append=False, output=token.output[:B], **given,
-    )  # fmt: skip
+    given |= {
+        "initial_state": states, "initial_state_indices": read.to(torch.int32),
+        "output_state_indices": write.to(torch.int32), "ring_k": rings[0], "ring_u": rings[1],
+        "ring_decay": rings[2], "ring_base": base, "ring_count": count.clamp(0, most),
+        "flush_min": 0, "append": False, "output": token.output[:B],
+    }  # fmt: skip
+    if rings[2].dim() == 4:
+        kda_verify(k, k, v, gate, beta=gate[..., 0], **given)
+    else:
+        gated_delta_rule_verify(k, k, v, g=gate, beta=gate, **given)
 
 
 class RingState:
@@ -226,8 +305,9 @@ class RingState:
         `contract.ring` is the capacity, 16 or 32, `contract.ring_dtype` u's. Of the contract V, K,
         layout, gate, beta and the dtypes count too.
     layers, slots: states are kept of `slots` sequences.
-    A_log, dt_bias: the parameters of all layers, [layers, HV]; the caller's tensors. None for both
-        where contract.gate is `log`.
+    A_log, dt_bias: the parameters of all layers, [layers, HV] (KDA: dt_bias [layers, HV, K]); the
+        caller's tensors. None for both where contract.gate is `log`.
+    lower_bound: KDA's, where contract.gate is `lower_bound`.
     flush_min: from so many live entries on a request is folded; None: as late as may be.
     null_index: a slot that is nobody's, beside every negative one.
     device: where all of it is; by default that of A_log, else the CPU.
@@ -243,6 +323,7 @@ class RingState:
         slots: int,
         A_log: Tensor | None = None,
         dt_bias: Tensor | None = None,
+        lower_bound: float | None = None,
         flush_min: int | None = None,
         null_index: int = NOBODY,
         device: torch.device | str | None = None,
@@ -254,7 +335,10 @@ class RingState:
         self.problem, self.layers, self.slots = problem, layers, slots
         self.flush_min, self.null_index = flush_min, null_index
         check_parameter("A_log", A_log, (layers, problem.HV), c.has_parameters)
-        check_parameter("dt_bias", dt_bias, (layers, problem.HV), c.has_parameters)
+        self._kda, self._lower_bound = c.op == "kda_decode", lower_bound
+        per_key = (c.K,) if self._kda else ()
+        check_parameter("dt_bias", dt_bias, (layers, problem.HV, *per_key), c.has_parameters)
+        check_bound(c, lower_bound)
         if device is None:
             device = "cpu" if A_log is None else A_log.device
         self._A_log, self._dt_bias = A_log, dt_bias
@@ -268,11 +352,11 @@ class RingState:
         keys = layers * problem.H
         self.ring_k = zeros(TORCH[c.input_dtype], slots, keys, self.rows, c.K)
         self.ring_u = zeros(TORCH[c.ring_dtype], slots, heads, self.rows, c.V)
-        self.ring_decay = zeros(torch.float32, slots, heads, self.rows)
+        self.ring_decay = zeros(torch.float32, slots, heads, self.rows, *per_key)
         # one more, which padding writes to
         self._base, self._count = zeros(torch.int32, 2, slots + 1)
         self._row_base, self._row_count = zeros(torch.int32, 2, problem.B)
-        self._token = _Token.of(problem.B, self.ring_k, self.ring_u)
+        self._token = _Token.of(problem.B, self.ring_k, self.ring_u, self.ring_decay)
         self._tokens = c.tokens
 
     @property
@@ -336,9 +420,9 @@ class RingState:
     ) -> Tensor:
         """The outputs [B, T, HV, V] of a layer's T drafts for the B requests of `begin`.
 
-        q, k: [B, T, H, K], v: [B, T, HV, V], gate: [B, T, HV] (a, or the log decay), b: [B, T, HV],
-            as `contract.beta` says; strided as you like. T is contract.tokens or fewer, the same
-            for all layers of a step.
+        q, k: [B, T, H, K], v: [B, T, HV, V], gate: [B, T, HV] (a, or the log decay; KDA's g: [B, T,
+            HV, K]), b: [B, T, HV], as `contract.beta` says; strided as you like. T is
+            contract.tokens or fewer, the same for all layers of a step.
         retrieve_parent_token: drafts that form a tree; refused. output: to write to; by default a
             new tensor. settings: scale, use_qk_l2norm, allow_neg_eigval, softplus_beta,
             softplus_threshold, batch_invariant, as of `gated_delta_rule_verify`.
@@ -356,16 +440,19 @@ class RingState:
         if self._A_log is not None and self._dt_bias is not None:
             A_log, dt_bias = self._A_log[layer], self._dt_bias[layer]
         c = self.problem.contract
-        gates: dict[str, Any] = {"b" if c.beta == "logit" else "beta": b}
-        gates["a" if c.has_parameters else "g"] = gate
-        return gated_delta_rule_verify(
-            q, k, v, initial_state=self.states[:, heads], initial_state_indices=state_indices,
-            A_log=A_log, dt_bias=dt_bias, ring_k=self.ring_k[:, keys], ring_u=self.ring_u[:, heads],
-            ring_decay=self.ring_decay[:, heads], ring_base=self._row_base[:B],
-            ring_count=self._row_count[:B], capacity=c.ring, flush_min=self.flush_min,
-            state_layout=c.layout, null_index=self.null_index, output=output,
-            retrieve_parent_token=retrieve_parent_token, **gates, **settings,
-        )  # fmt: skip
+        given: dict[str, Any] = {
+            "initial_state": self.states[:, heads], "initial_state_indices": state_indices,
+            "A_log": A_log, "dt_bias": dt_bias, "b" if c.beta == "logit" else "beta": b,
+            "ring_k": self.ring_k[:, keys], "ring_u": self.ring_u[:, heads],
+            "ring_decay": self.ring_decay[:, heads], "ring_base": self._row_base[:B],
+            "ring_count": self._row_count[:B], "capacity": c.ring, "flush_min": self.flush_min,
+            "state_layout": c.layout, "null_index": self.null_index, "output": output,
+            "retrieve_parent_token": retrieve_parent_token, **settings,
+        }  # fmt: skip
+        if self._kda:
+            return kda_verify(q, k, v, gate, lower_bound=self._lower_bound, **given)
+        given["a" if c.has_parameters else "g"] = gate
+        return gated_delta_rule_verify(q, k, v, **given)
 
     def accept(self, state_indices: Tensor, accept_lens: Tensor) -> None:
         """Counts the accepted tokens of a step into the rings: a few numbers a request for all

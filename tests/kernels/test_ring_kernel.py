@@ -25,6 +25,11 @@ CONTRACTS = [
     PLAIN.replace(tokens=8, state_dtype="fp16", layout="v_last", gate="log", beta="given"),
     PLAIN.replace(input_dtype="fp32", state_dtype="fp32", V=96, tokens=16),
     PLAIN.replace(input_dtype="fp16", K=96, layout="v_last"),
+    PLAIN.replace(op="kda_decode", gate="softplus"),
+    PLAIN.replace(
+        op="kda_decode", gate="lower_bound", layout="v_last", state_dtype="fp32", ring=32
+    ),
+    PLAIN.replace(op="kda_decode", gate="log", ring_dtype="bf16", beta="given", tokens=1),
 ]
 
 
@@ -79,7 +84,6 @@ def test_too_few_rows_are_refused(functions):
     ("changes", "said"),
     [
         ({"ring": 8}, "ring=8"),
-        ({"op": "kda_decode", "gate": "log"}, "gdn_decode alone"),
         ({"mode": "frozen"}, "mode='frozen'"),
         ({"ragged": True}, "ragged=True"),
         ({"pool": False}, "pool=False"),

@@ -21,6 +21,9 @@ CASES = {
     "log v_last": GDN.replace(gate="log", gate_dtype="fp32", layout="v_last", tokens=2),
     "beta given": GDN.replace(beta="given", beta_dtype="fp32", tokens=8),
     "one token": GDN.replace(tokens=1),
+    "kda": GDN.replace(op="kda_decode", gate="softplus"),
+    "kda log": GDN.replace(op="kda_decode", gate="log", gate_dtype="fp32", tokens=8, ring=32),
+    "kda bound, v_last": GDN.replace(op="kda_decode", gate="lower_bound", layout="v_last"),
 }
 # what a machine without a compiler needs
 CONTRACTS = [c.replace(tokens=T) for c in CASES.values() for T in {max(1, c.tokens - 1), c.tokens}]
@@ -36,10 +39,13 @@ def rings(contract=GDN, *, requests=3, slots=6, device="cpu", **settings):
     """Rings of two small layers, with states drawn at random."""
     parameters = {}
     if contract.has_parameters:
+        per_key = (contract.K,) if contract.op == "kda_decode" else ()
         parameters = {
             "A_log": torch.randn(LAYERS, HV, device=device) / 4,
-            "dt_bias": torch.randn(LAYERS, HV, device=device),
+            "dt_bias": torch.randn(LAYERS, HV, *per_key, device=device),
         }
+    if contract.gate == "lower_bound":
+        settings["lower_bound"] = -5.0
     made = gdntune.RingState(
         Problem(contract, requests, H, HV), layers=LAYERS, slots=slots, device=device,
         **parameters, **settings,
@@ -54,7 +60,8 @@ def drafts(contract, B, device, T=None):
     q, k = torch.randn(2, B, T, H, contract.K, dtype=torch.bfloat16, device=device)
     v = torch.randn(B, T, HV, contract.V, dtype=torch.bfloat16, device=device)
     kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    gate = torch.randn(B, T, HV, device=device).to(kinds[contract.gate_dtype])
+    per_key = (contract.K,) if contract.op == "kda_decode" else ()
+    gate = torch.randn(B, T, HV, *per_key, device=device).to(kinds[contract.gate_dtype])
     b = torch.randn(B, T, HV, device=device).to(kinds[contract.beta_dtype])
     if contract.gate == "log":
         gate = -gate.abs()

@@ -46,7 +46,8 @@ class Ring : Decode<Setting> {
     e.rows = -1;
     e.k = given.tensor(RING_K, c.k.type, "[slots, H, rows, K]", {&slots, &c.H, &e.rows, &k}, true);
     e.u = given.tensor(RING_U, fp32 | bf16, "[slots, HV, rows, V]", {&slots, &c.HV, &e.rows, &c.V}, true);
-    e.decay = given.tensor(RING_DECAY, fp32, "[slots, HV, rows]", {&slots, &c.HV, &e.rows});
+    if (c.by_key) e.decay = given.tensor(RING_DECAY, fp32, "[slots, HV, rows, K]", {&slots, &c.HV, &e.rows, &k}, true);
+    else e.decay = given.tensor(RING_DECAY, fp32, "[slots, HV, rows]", {&slots, &c.HV, &e.rows});
     e.base = given.tensor(RING_BASE, int32, "[B]", {&c.N});
     e.count = given.tensor(RING_COUNT, int32, "[B]", {&c.N});
     e.flush_min = std::min(int64_t(given.number(FLUSH_MIN)), capacity + 1 - c.T);
@@ -79,10 +80,10 @@ class Ring : Decode<Setting> {
     }
   }
 
-  // S <- decay S + u k^T.
-  static void add(float* S, int64_t V, float decay, const float* u, const float* k) {
+  // S <- decay S + u k^T, with a decay a key.
+  static void add(float* S, int64_t V, const float* decay, const float* u, const float* k) {
     for (int64_t v = 0; v < V; v++) {
-      for (int64_t i = 0; i < K; i++) S[v * K + i] = decay * S[v * K + i] + u[v] * k[i];
+      for (int64_t i = 0; i < K; i++) S[v * K + i] = decay[i] * S[v * K + i] + u[v] * k[i];
     }
   }
 
@@ -100,35 +101,58 @@ class Ring : Decode<Setting> {
     return c.l2norm ? 1.0f / std::sqrt(dot(x, x) + 1e-6f) : 1.0f;
   }
 
-  static float decay_of(const Call& c, int64_t n, int64_t t, int64_t hv) {
-    const float a = Base::read_one(c.a, c.a.at(n, t, hv));
+  // One number for all K keys, or K numbers.
+  static void spread(const Call& c, const Tensor& x, const char* from, int64_t stride, float* to) {
+    if (c.by_key) Base::read(x, from, stride, K, to);
+    else std::fill(to, to + K, Base::read_one(x, from));
+  }
+
+  // The decay of each key.
+  static void decay_of(const Call& c, int64_t n, int64_t t, int64_t hv, float* decay) {
+    const int64_t h = hv / (c.HV / c.H);
     typename Base::Rate rate{};
-    if (c.A_log.given) rate = Base::rate_of(Base::read_one(c.A_log, c.A_log.at(hv)));
-    const float bias = c.dt_bias.given ? Base::read_one(c.dt_bias, c.dt_bias.at(hv)) : 0.0f;
-    return Base::decay_of(c, splat<vec>(a), splat<vec>(bias), rate)[0];
+    if (c.A_log.given) rate = Base::rate_of(Base::read_one(c.A_log, c.A_log.at(c.A_log.size[0] == c.HV ? hv : h)));
+    float gate[K], bias[K] = {};
+    spread(c, c.a, c.a.at(n, t, hv), c.by_key ? c.a.stride[3] : 1, gate);
+    if (c.dt_bias.given) {
+      const int64_t head = c.dt_bias.size[0] == c.HV ? hv : h;
+      spread(c, c.dt_bias, c.dt_bias.at(head), c.by_key ? c.dt_bias.stride[1] : 1, bias);
+    }
+    for (int64_t i = 0; i < K; i += vec) {
+      store<vec>(decay + i, Base::decay_of(c, load<vec>(gate + i), load<vec>(bias + i), rate));
+    }
+  }
+
+  // S k, of a row, with the decay of each key.
+  static float met(const float* row, const float* decay, const float* k) {
+    float kd[K];
+    for (int64_t i = 0; i < K; i++) kd[i] = decay[i] * k[i];
+    return dot(row, kd);
   }
 
   static void run_head(const Call& c, const Entries& e, const Request& r, int64_t n, int64_t hv, float* S) {
     const int64_t h = hv / (c.HV / c.H), V = c.V;
     const Window w = window_of(e, n);
-    float k[K], q[K], v[512], u[512], o[512];
+    float k[K], q[K], decay[K], v[512], u[512], o[512];
     read_state(reinterpret_cast<const State*>(c.state.at(r.read, hv)), V, S);
     for (int64_t i = 0; i < w.count; i++) {
       const int64_t row = (w.base + i) % e.rows;
       Base::read(e.k, e.k.at(r.read, h, row), 1, K, k);
       Base::read(e.u, e.u.at(r.read, hv, row), 1, int(V), u);
-      add(S, V, Base::read_one(e.decay, e.decay.at(r.read, hv, row)), u, k);
+      spread(c, e.decay, e.decay.at(r.read, hv, row), 1, decay);
+      add(S, V, decay, u, k);
     }
     if (w.folds && r.write >= 0) write_state(S, V, reinterpret_cast<State*>(c.state.at(r.write, hv)));
     for (int64_t t = 0; t < c.T; t++) {
       Base::read(c.k, c.k.at(n, t, h), 1, K, k);
       Base::read(c.q, c.q.at(n, t, h), 1, K, q);
       Base::read(c.v, c.v.at(n, t, hv), 1, int(V), v);
-      const float ik = inverse_norm(c, k), iq = inverse_norm(c, q) * c.scale, decay = decay_of(c, n, t, hv);
+      const float ik = inverse_norm(c, k), iq = inverse_norm(c, q) * c.scale;
+      decay_of(c, n, t, hv, decay);
       float beta = Base::read_one(c.b, c.b.at(n, t, hv));
       beta = c.beta_scale * (Setting::beta_logit ? sigmoid_of<vec>(splat<vec>(beta))[0] : beta);
       // over the norm, so that u k^T is of the key as it came
-      for (int64_t i = 0; i < V; i++) u[i] = beta * ik * (v[i] - decay * ik * dot(S + i * K, k));
+      for (int64_t i = 0; i < V; i++) u[i] = beta * ik * (v[i] - ik * met(S + i * K, decay, k));
       add(S, V, decay, u, k);
       for (int64_t i = 0; i < V; i++) o[i] = iq * dot(S + i * K, q);
       Base::write(c.output, c.output.at(n, t, hv), o, int(V));
@@ -136,7 +160,7 @@ class Ring : Decode<Setting> {
       const int64_t row = (w.base + w.count + t) % e.rows;
       if (hv % (c.HV / c.H) == 0) Base::write(e.k, e.k.at(r.read, h, row), k, K);
       Base::write(e.u, e.u.at(r.read, hv, row), u, int(V));
-      memcpy(e.decay.at(r.read, hv, row), &decay, sizeof(decay));
+      memcpy(e.decay.at(r.read, hv, row), decay, (c.by_key ? K : 1) * sizeof(float));
     }
   }
 
@@ -164,8 +188,8 @@ class Ring : Decode<Setting> {
     return answer(result, [&] {
       const Arguments given(values, count, RING_NAMES, RING_ARGUMENTS);
       Call c = checked<Setting>(values, ARGUMENTS);
-      if (c.by_key || c.slots || c.ragged || c.intermediate.given || c.V > 512) {
-        refuse("ValueError", "a ring with a decay a key, slots, cu_seqlens, intermediate states or V > 512: expected none");
+      if (c.slots || c.ragged || c.intermediate.given || c.V > 512) {
+        refuse("ValueError", "a ring with slots, cu_seqlens, intermediate states or V > 512: expected none");
       }
       run(c, entries_of(given, c));
     });
