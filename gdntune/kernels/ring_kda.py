@@ -159,7 +159,9 @@ class RingKDA(Recurrent):
                 for j in cutlass.range_constexpr(self.K // 32):
                     sk += read.k[r, j].to(F32) * read.k[r, j].to(F32)
                 for s in cutlass.range_constexpr(5):
-                    sk += cute.arch.shuffle_sync_bfly(sk, offset=16 >> s, mask=-1, mask_and_clamp=31)
+                    sk += cute.arch.shuffle_sync_bfly(
+                        sk, offset=16 >> s, mask=-1, mask_and_clamp=31
+                    )
                 _, ik = self.norms(sk, sk, options.scale, options.use_qk_l2norm)
                 if tid % 32 == 0:
                     stage.scalars[t, 3] = ik
@@ -231,7 +233,9 @@ class RingKDA(Recurrent):
                 cute.autovec_copy(ru, cute.local_tile(kept, (self.own,), (unit,)))
 
     @cute.jit
-    def run_rows(self, x, options, block, thread, raw, source, stage, replay: Replay, e: Entries, goal: Goal):
+    def run_rows(
+        self, x, options, block, thread, raw, source, stage, replay: Replay, e: Entries, goal: Goal
+    ):
         """The tile, a chunk of rows after another: the next one is on its way meanwhile."""
         fq = cute.make_rmem_tensor((self.RK,), F32)
         fk = cute.make_rmem_tensor((self.RK,), F32)
@@ -258,7 +262,9 @@ class RingKDA(Recurrent):
                 token = (fq, fk, fg, F32(1.0), stage.scalars[t, 1], stage.scalars[t, 2])
                 o = x.output[block.ni, t, block.hv, None]
                 kept = e.u[e.live.place(e.live.count + t), None]
-                self.token(fh, rw, token, stage.scalars[t, 3], unit, thread, o, kept, t < e.appended)
+                self.token(
+                    fh, rw, token, stage.scalars[t, 3], unit, thread, o, kept, t < e.appended
+                )
 
     @cute.kernel
     def kernel(
@@ -267,8 +273,32 @@ class RingKDA(Recurrent):
         null_index: Int32, use_qk_l2norm: Int32, ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min: Int32, append: Int32,
         heads: cute.FastDivmodDivisorV2, slots: Int32, tokens: Int32, ring_rows: Int32, A_shared, dt_shared,
     ):  # fmt: skip
-        x = Operands(state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, None, None, None, None, output)
-        options = Options(scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm)
+        x = Operands(
+            state,
+            q,
+            k,
+            v,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            read_index,
+            write_index,
+            None,
+            None,
+            None,
+            None,
+            output,
+        )
+        options = Options(
+            scale,
+            softplus_beta,
+            softplus_threshold,
+            lower_bound,
+            beta_scale,
+            null_index,
+            use_qk_l2norm,
+        )
         tid, _, _ = cute.arch.thread_idx()
         vt, hv, n = self.place()
         lane, group = self.thread(tid)
@@ -309,8 +339,12 @@ class RingKDA(Recurrent):
             smem = SmemAllocator()
             stage = self.shared_stage(smem, v.element_type)
             replay = Replay(
-                smem.allocate_tensor(F32, cute.make_layout((self.ring, self.K), stride=(self.K, 1)), 16),
-                smem.allocate_tensor(F32, cute.make_layout((self.ring, self.tile_v), stride=(self.tile_v, 1)), 16),
+                smem.allocate_tensor(
+                    F32, cute.make_layout((self.ring, self.K), stride=(self.K, 1)), 16
+                ),
+                smem.allocate_tensor(
+                    F32, cute.make_layout((self.ring, self.tile_v), stride=(self.tile_v, 1)), 16
+                ),
                 smem.allocate_tensor(F32, cute.make_layout((self.K,)), 16),
             )
             self.write_stage(stage, read, dt_bias, gate, options, tokens, tid)
@@ -336,7 +370,9 @@ def fakes(facts: dict, tensors: list) -> list:
         # 64-bit strides, as the state's
         unit = 16 // (dtype.width // 8)
         stride = (cute.sym_int64(divisibility=unit), cute.sym_int64(divisibility=unit), width, 1)
-        return make_fake_tensor(dtype, (state.shape[0], heads, rows, width), stride, assumed_align=16)
+        return make_fake_tensor(
+            dtype, (state.shape[0], heads, rows, width), stride, assumed_align=16
+        )
 
     def index():
         return make_fake_tensor(Int32, read_index.shape, (cute.sym_int(),), assumed_align=4)

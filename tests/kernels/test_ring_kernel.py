@@ -100,7 +100,12 @@ def test_kernels_serve_rings_or_none():
     """A kernel of rings has other arguments: no other serves its contracts, nor it theirs."""
     cuda = arch.target("sm_90a")
     assert {v.kernel for v in kernels.variants(PLAIN, cuda)} == {"ring"}
-    assert "ring" not in {v.kernel for v in kernels.variants(PLAIN.replace(ring=0), cuda)}
+    kda = PLAIN.replace(op="kda_decode", gate="softplus")
+    assert {v.kernel for v in kernels.variants(kda, cuda)} == {"ring_kda"}
+    assert kernels.default(kda, 64, cuda).kernel == "ring_kda"
+    assert not {"ring", "ring_kda"} & {
+        v.kernel for v in kernels.variants(PLAIN.replace(ring=0), cuda)
+    }
     variant = cpu_recurrent_config.KERNEL.variant(
         cpu_recurrent_config.KERNEL.default(PLAIN.replace(ring=0), 1, DEVICE)
     )
