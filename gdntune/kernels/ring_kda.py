@@ -249,8 +249,9 @@ class RingKDA(Recurrent):
             rw = cute.make_rmem_tensor((self.own,), x.v.element_type)
             widen(raw, fh, True)
             if const_expr(self.chunks > 1):
+                following = row0 + self.chunk
                 if it + 1 < self.chunks:
-                    self.copy_rows(source, raw, row0 + self.chunk, thread.lane, False)
+                    self.copy_rows(source, raw, following, thread.lane, False)
             self.fold(fh, replay, fk, e.live.count, row, thread.lane)
             if goal.folds:
                 self.store_rows(goal.state, fh, F32(1.0), row0, thread.lane)
