@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from gdntune.errors import counted
 from gdntune.report.document import Block, Bullets, Document, Grid, Section, Text
 from gdntune.report.words import MISSING, contract_words, number, ratio
@@ -59,7 +61,12 @@ def table_document(table: Table, source: str, stale: Sequence[str] = ()) -> Docu
 
 
 def _title(rule: Rule) -> str:
-    return f"T={rule.when.tokens}: {contract_words(rule.when.replace(tokens=1))}"
+    words = f"T={rule.when.tokens}: {contract_words(rule.when.replace(tokens=1))}"
+    if isinstance(rule.policy, msgspec.UnsetType):
+        return words
+    return (
+        f"{words}; measured under {', '.join(f'{k} {v}' for k, v in sorted(rule.policy.items()))}"
+    )
 
 
 def _rule(rule: Rule) -> tuple[Block, ...]:

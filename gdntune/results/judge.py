@@ -253,7 +253,7 @@ def judge(
             f" ({_such_as(unserved)}): the default rule serves them, and there is nothing to judge;"
             f" expected a journal of its own contracts ({_such_as(r.when for r in table.rules)})"
         )
-    notes = [*_notes(table, run), *noise_notes(records)]
+    notes = [*_notes(table, run, cells), *noise_notes(records)]
     if without:
         notes.append(
             f"the table has no rule for {without} of the journal's {without + len(found)} cells"
@@ -366,14 +366,15 @@ def default_id(contract: Contract, work_units: int, device: Device) -> str | Non
         return None
 
 
-def _notes(table: Table, run: Run) -> list[str]:
+def _notes(table: Table, run: Run, contracts: Iterable[Contract]) -> list[str]:
     """In what table and journal differ, so that a regret is read rightly."""
     notes = []
     if table.device.name != run.device.name:
         notes.append(f"the table is of {table.device.name}, the samples of {run.device.name}")
-    if table.policy != run.policy:
+    used = [table.policy_of(rule) for c in contracts for rule in table.ranked(c)[:1]]
+    if other := next((policy for policy in used if policy != run.policy), None):
         policies = (
-            ", ".join(f"{k} {v}" for k, v in sorted(p.items())) for p in (table.policy, run.policy)
+            ", ".join(f"{k} {v}" for k, v in sorted(p.items())) for p in (other, run.policy)
         )
         notes.append("the table was made under {}, the samples under {}".format(*policies))
     if changed := sorted(

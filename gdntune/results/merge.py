@@ -11,7 +11,8 @@ from gdntune.device.arch import Device
 from gdntune.errors import TableError, listed
 from gdntune.kernels.fingerprint import same_objects
 from gdntune.kernels.spec import Variant
-from gdntune.results.table import Origin, Rule, Table, TableVariant
+from gdntune.problem import Contract
+from gdntune.results.table import Origin, Rule, Table, TableVariant, could_serve
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -93,8 +94,10 @@ def _device(device: Device) -> Device:
 def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) -> Table:
     """One table with the rules of both, sorted by contract.
 
-    Device and policy must be the same, and the code of each kernel that both name, or what it
-    compiles to: otherwise their times do not stand side by side. A contract whose choices differ is refused, unless `prefer`
+    The device must be the same, and the code of each kernel that both name, or what it compiles to:
+    otherwise their times do not stand side by side. So must the policy, unless no rule of one could
+    serve a contract of the other, as those of a layer's step and of the delta rule alone; the
+    second's rules then say theirs. A contract whose choices differ is refused, unless `prefer`
     says whose rule counts; where the choices agree, the first's evidence, or the preferred one's,
     is kept. `evidence.sources` holds what each table said of itself. Raises TableError.
     """
@@ -111,12 +114,7 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
             " counts: --prefer first or --prefer second (`gdntune table diff` shows where)"
         )
     over, under = (b, a) if prefer == "second" else (a, b)
-    rules = [
-        r
-        for _, r in sorted(
-            ({r.when: r for r in under.rules} | {r.when: r for r in over.rules}).items()
-        )
-    ]
+    rules = [r for _, r in sorted((_rules(under, a.policy) | _rules(over, a.policy)).items())]
     named: dict[str, Variant] = {}
     for rule in rules:
         for i in rule.intervals:
@@ -137,6 +135,28 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
     )
 
 
+def _rules(t: Table, policy: dict[str, str]) -> dict[Contract, Rule]:
+    """A table's rules in one of this policy, by contract."""
+    return {
+        r.when: msgspec.structs.replace(
+            r, policy=msgspec.UNSET if t.policy_of(r) == policy else t.policy_of(r)
+        )
+        for r in t.rules
+    }
+
+
+def _unlike(a: Table, b: Table) -> tuple[dict[str, str], dict[str, str]] | None:
+    """The policies of the first two rules, one of each, that could serve the same contract and were
+    not measured alike.
+    """
+    for mine in a.rules:
+        for theirs in b.rules:
+            one, two = a.policy_of(mine), b.policy_of(theirs)
+            if one != two and could_serve(mine.when, theirs.when):
+                return one, two
+    return None
+
+
 def _faults(a: Table, b: Table) -> list[str]:
     """Why the times of two tables do not stand side by side."""
     faults = []
@@ -145,8 +165,8 @@ def _faults(a: Table, b: Table) -> list[str]:
             f"one is of {a.device.name} ({a.device.arch}), the other of {b.device.name}"
             f" ({b.device.arch})"
         )
-    if a.policy != b.policy:
-        policies = [", ".join(f"{k} {v}" for k, v in sorted(t.policy.items())) for t in (a, b)]
+    if unlike := _unlike(a, b):
+        policies = [", ".join(f"{k} {v}" for k, v in sorted(p.items())) for p in unlike]
         faults.append(f"one was made under {policies[0]}, the other under {policies[1]}")
     faults += [
         f"the code of {name} is not the same ({a.kernels[name]}, {b.kernels[name]})"

@@ -82,10 +82,15 @@ class Interval(
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A contract's intervals, in order, from 1 to no end."""
+    """A contract's intervals, in order, from 1 to no end.
+
+    policy: how it was measured, where that is not as the table says: in a merged one a layer's step
+        may be of a chain of layers.
+    """
 
     when: Contract
     intervals: Annotated[tuple[Interval, ...], msgspec.Meta(min_length=1)]
+    policy: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
     def at(self, work_units: int) -> Interval:
         """The interval that work_units >= 1 falls into."""
@@ -144,7 +149,7 @@ def noise_words(origin: Origin) -> str:
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A dispatch table. Made by `load`, `validate` or `derive.derive`.
 
-    software, policy: as in the journal's header. kernels: the fingerprint of each kernel that a
+    software, policy: as in the journal's header; a rule may have a policy of its own. kernels: the fingerprint of each kernel that a
         variant names.
     """
 
@@ -156,6 +161,10 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evidence: Origin
     variants: dict[str, TableVariant]
     rules: Annotated[tuple[Rule, ...], msgspec.Meta(min_length=1)]
+
+    def policy_of(self, rule: Rule) -> dict[str, str]:
+        """How a rule was measured."""
+        return self.policy if isinstance(rule.policy, msgspec.UnsetType) else rule.policy
 
     def variant(self, name: str) -> Variant:
         """The variant that an interval names."""
@@ -169,7 +178,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         intermediate, mode, the ratio of tokens, ragged, pool, accepted; then how many of the fields
         that hardly matter differ; then the table's order.
         """
-        served = [r for r in self.rules if _could_serve(r.when, contract)]
+        served = [r for r in self.rules if could_serve(r.when, contract)]
         return sorted(served, key=lambda r: _distance(r.when, contract))
 
     def find(self, contract: Contract, work_units: int) -> tuple[Rule, Interval] | None:
@@ -209,6 +218,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         nearest = f"the nearest rule, which differs in {listed(differs)}"
         return {
             **asked,
+            "policy": self.policy_of(rule),
             "match": "nearest" if differs else "exact",
             "differs": differs,
             "rule": rule.when.key(),
@@ -336,7 +346,8 @@ def _text(table: Table) -> bytes:
     shown = []
     for rule in rules:
         intervals = ",\n".join(f"    {_line(interval)}" for interval in rule["intervals"])
-        shown.append(f'  {{"when": {_line(rule["when"])},\n   "intervals": [\n{intervals}]}}')
+        own = f' "policy": {_line(rule["policy"])},' if "policy" in rule else ""
+        shown.append(f'  {{"when": {_line(rule["when"])},{own}\n   "intervals": [\n{intervals}]}}')
     between = ",\n"
     return (
         f'{head.removesuffix("}").rstrip()},\n "variants": {{\n{between.join(lines)}\n }},\n'
@@ -392,7 +403,8 @@ def check_work_units(work_units: int) -> None:
         )
 
 
-def _could_serve(when: Contract, contract: Contract) -> bool:
+def could_serve(when: Contract, contract: Contract) -> bool:
+    """Whether a rule may be the nearest one of a contract."""
     same = all(getattr(when, name) == getattr(contract, name) for name in _REQUIRED)
     return same and ITEMSIZE[when.state_dtype] == ITEMSIZE[contract.state_dtype]
 

@@ -13,6 +13,7 @@ from gdntune.errors import TableError
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem
 from gdntune.report.comparisons import diff_document
+from gdntune.report.tables import table_document
 from gdntune.results import merge, table
 from gdntune.results.derive import derive
 from gdntune.results.records import Cell, Check, Trial
@@ -169,6 +170,32 @@ def test_what_does_not_stand_side_by_side(change, part):
     with pytest.raises(TableError) as e:
         merge.merge(A, made((FOUR, 8, "a"), **change), "first")
     assert part in str(e.value)
+
+
+def test_a_layers_step_is_of_a_chain(tmp_path):
+    """Rules that no contract can choose between may be measured under two policies, as a layer's
+    step in a chain of layers: each says which, on disk too; merged anew it is still so.
+    """
+    chain = {"timer": "graph", "l2": "chain"}
+    step = ONE.replace(norm="silu", conv="silu")
+    steps = made((step, 8, "c"), policy=chain)
+    t = merge.merge(A, steps)
+    assert [t.policy_of(r) for r in t.rules] == [
+        chain if r.when == step else A.policy for r in t.rules
+    ]
+    assert t.policy == A.policy and t.find(step, 8)[0].when == step
+    assert t.explain(step, 8)["policy"] == chain and t.explain(ONE, 8)["policy"] == A.policy
+    table.save(t, tmp_path / "t.json")
+    assert table.load(tmp_path / "t.json") == t
+    jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text())).validate(
+        json.loads((tmp_path / "t.json").read_text())
+    )
+    assert "measured under l2 chain, timer graph" in repr(table_document(t, "t"))
+    again = merge.merge(steps, A)
+    assert again.policy == chain and again.policy_of(again.find(ONE, 8)[0]) == A.policy
+    assert merge.merge(t, made((FOUR, 8, "a"))).policy_of(t.find(step, 8)[0]) == chain
+    with pytest.raises(TableError, match="one was made under l2 cold-clean"):
+        merge.merge(t, made((FOUR, 8, "a"), policy=chain))
 
 
 def test_code_that_compiles_to_the_same_objects_is_the_same(monkeypatch):
