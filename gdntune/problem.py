@@ -253,11 +253,6 @@ def _conv_fault(c: Contract) -> str | None:
             f"conv={c.conv!r} with intermediate={c.intermediate!r}, pool={c.pool}: its windows are"
             " in the slots of a pool; expected pool=True and intermediate 'none' or 'slots'"
         )
-    if c.conv_window == "shifted" and (c.tokens != 1 or c.ragged):
-        return (
-            f"conv_window='shifted' with tokens={c.tokens}, ragged={c.ragged}: expected one token;"
-            " of several a ring alone can take drafts back"
-        )
     return None
 
 

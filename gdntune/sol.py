@@ -99,12 +99,14 @@ def _ring_bytes(problem: Problem) -> int:
 
 
 def _convolution_bytes(problem: Problem) -> int:
-    """Of D channels: a window's width - 1 rows read; written the new row, or where it is shifted
-    all of them; weights and bias. The row that is convolved is q, k and v.
+    """Of D channels: a window's width - 1 rows read; written the new rows, or where it is shifted
+    all that it holds; weights and bias. The row that is convolved is q, k and v.
     """
     c = problem.contract
     D = 2 * problem.H * c.K + problem.HV * c.V
-    written = (1 if c.conv_window == "ring" else c.conv_width - 1) * (c.mode == "update")
+    drafts = c.intermediate == "slots"
+    moved = c.conv_width - 2 + c.tokens if drafts else c.conv_width - 1
+    written = (c.tokens if c.conv_window == "ring" else moved) * (c.mode == "update" or drafts)
     rows = problem.B * (c.conv_width - 1 + written) + c.conv_width + c.conv_bias
     return D * rows * ITEMSIZE[c.input_dtype]
 

@@ -334,14 +334,16 @@ def _absolute(case: Case) -> Given:
 
 
 def _poison_windows(case: Case, plan: Slots) -> None:
-    """NaN for the rows of rings that hold no token of the window."""
-    state, at = case.conv_state, case.conv_position
-    if state is None or at is None:
+    """NaN for the rows that hold no token of the window."""
+    state, at, before = case.conv_state, case.conv_position, case.contract.conv_width - 1
+    if state is None:
         return
     rows = state.shape[1]
     slots = [row[0] for row in plan.columns] if plan.columns[0] else plan.start
+    if at is None:
+        at = places(case.contract, Given(**case.tensors())).oldest + before
     for slot, place in zip(slots, at.tolist(), strict=True):
-        window = {(place - back) % rows for back in range(1, case.contract.conv_width)}
+        window = {(place - back) % rows for back in range(1, before + 1)}
         if 0 <= slot < state.shape[0]:
             state[slot, sorted(set(range(rows)) - window)] = math.nan
 

@@ -129,7 +129,8 @@ def window_rows(contract: Contract, options: Options) -> int:
     """Rows of a slot's window."""
     before = contract.conv_width - 1
     if contract.conv_window == "shifted":
-        return before
+        drafts = contract.intermediate == "slots"
+        return before + (contract.tokens - 1 + options.extra_rows if drafts else 0)
     return before + contract.tokens + options.extra_rows
 
 

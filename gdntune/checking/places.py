@@ -96,7 +96,8 @@ class Places:
     start [B]: slot of the state to start from; -1 makes the request padding: nothing is written but
     zeros to its output rows. rows [B, T]: row of q, k, v, a, b and output, both leading dimensions
     taken as one. final [B]: slot of the final state. cells [B, T]: slot (`slots`) or row*steps +
-    step of the intermediate buffer. window [B]: slot of the convolution's window to start from.
+    step of the intermediate buffer. window [B]: slot of the convolution's window to start from;
+    oldest [B]: its row of the oldest token, where windows are shifted.
     """
 
     start: Tensor
@@ -104,6 +105,7 @@ class Places:
     final: Tensor
     cells: Tensor
     window: Tensor
+    oldest: Tensor
 
     def of(self, requests: Tensor) -> "Places":
         """The places of these requests alone."""
@@ -135,7 +137,17 @@ def places(contract: Contract, given: Given) -> Places:
     window = start
     if contract.conv != "none" and contract.intermediate == "slots":
         window = torch.where(live, given.index("slot_index", given.state.shape[0])[:, 0], -1)
-    return Places(start, rows, final, cells, window)
+    return Places(start, rows, final, cells, window, _oldest(contract, given, start))
+
+
+def _oldest(contract: Contract, given: Given, start: Tensor) -> Tensor:
+    """[B]: where shifted windows begin: of drafts behind as many rows as were accepted beside the
+    first, clamped to the window's.
+    """
+    if contract.conv == "none" or contract.conv_window == "ring" or not contract.accepted:
+        return torch.zeros_like(start)
+    most = given.tensor("conv_state").shape[1] - contract.conv_width + 1
+    return (given.tensor("accepted").to(torch.int64) - 1).clamp(0, most)
 
 
 def _rows(contract: Contract, given: Given) -> Tensor:

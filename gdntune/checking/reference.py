@@ -62,7 +62,9 @@ def convolution(contract: Contract, given: Given, where: Places, dtype: torch.dt
     if contract.conv_window == "ring":
         at = given.tensor("conv_position").to(torch.int64)[:, None]
         rows = (at + torch.arange(1 - width, 0, device=state.device)) % state.shape[1]
-        window = window.gather(1, rows[..., None].expand(-1, -1, state.shape[2]))
+    else:
+        rows = where.oldest[:, None] + torch.arange(width - 1, device=state.device)
+    window = window.gather(1, rows[..., None].expand(-1, -1, state.shape[2]))
     window = torch.where((where.window >= 0)[:, None, None], window.to(dtype), 0)
     taps = torch.cat((window, _tokens(given.tensor("mixed_qkv"), where, dtype)), 1)
     T = where.rows.shape[1]
@@ -297,11 +299,28 @@ def _windows(
         values, real = mixed, where.real
         place = (given.tensor("conv_position").to(torch.int64)[:, None] + token) % rows
     else:
-        values = torch.cat((state[where.window.clamp(min=0)][:, 1:], mixed), 1)
-        place, real = torch.arange(rows, device=state.device), where.real.expand(-1, rows)
+        values, real, place = _shifted(contract, where, state[where.window.clamp(min=0)], mixed)
+        real &= (place >= 0) & (place < rows)
     cells = torch.where((slot[:, None] >= 0) & real, slot[:, None] * rows + place, -1).flatten()
     identity = torch.arange(cells.numel(), device=state.device)
     return values.flatten(0, 1), _held(state.shape[0] * rows, (cells, identity))
+
+
+def _shifted(
+    contract: Contract, where: Places, windows: Tensor, mixed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of windows [B, rows, D] and the tokens' rows [B, T, D] behind them: all rows, which of them
+    are real, and where each goes. Drafts move the window on by one row, since it is not known how
+    many of them stay; other calls by their tokens.
+    """
+    old = contract.conv_width - 1
+    length = where.real.sum(1, keepdim=True)
+    taken = where.oldest[:, None] + torch.arange(old, device=mixed.device)
+    before = windows.gather(1, taken[..., None].expand(-1, -1, windows.shape[2]))
+    real = torch.cat(((length > 0).expand(-1, old), where.real), 1)
+    step = 1 if contract.intermediate == "slots" else length
+    place = torch.arange(old + mixed.shape[1], device=mixed.device) - step
+    return torch.cat((before, mixed), 1), real, place.expand(real.shape)
 
 
 def _computed(

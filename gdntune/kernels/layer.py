@@ -331,14 +331,26 @@ class Layer(layer_rows.Rows):
                     cute.autovec_copy(y, cute.local_tile(sX[t, None], (self.load,), (place // self.load,)))
 
     @cute.jit
-    def store_shifted(self, conv, slot, window, taps, new, mine, tid):
-        """A window shifted by a row, by the threads that have read it: the block has all that the q/k head's window is for."""
+    def store_shifted(self, conv, slot, window, taps, new, mine, block, tid):
+        """A window moved on, by the threads that have read it: the block has all that the q/k head's window is for.
+
+        Drafts move it by one row, since it is not known yet how many of them stay; others by their tokens.
+        """
+        old = const_expr(self.width - 1)
+        step = Int32(1) if const_expr(self.intermediate == "slots") else block.length
         for r in cutlass.range_constexpr(self.rounds):
-            if (r * self.threads + tid) * self.load < mine:
-                for j in cutlass.range_constexpr(self.width - 1):
-                    row = conv.state[Int64(slot), j, None]
-                    source = window[r, j + 1, None] if const_expr(j + 2 < self.width) else new[r, 0, None]
-                    cute.autovec_copy(source, cute.local_tile(row, (self.load,), (taps.channels[r] // self.load,)))
+            if (r * self.threads + tid) * self.load < mine and block.length > 0:
+                for j in cutlass.range_constexpr(old):
+                    self.store_row(conv, slot, j - step, taps.channels[r], window[r, j, None])
+                for t in cutlass.range_constexpr(self.tokens):
+                    if t < block.length:
+                        self.store_row(conv, slot, old + t - step, taps.channels[r], new[r, t, None])
+
+    @cute.jit
+    def store_row(self, conv, slot, row, channel, source):
+        """A thread's channels of one row, where the window has it."""
+        if row >= 0 and row < conv.rows:
+            cute.autovec_copy(source, cute.local_tile(conv.state[Int64(slot), row, None], (self.load,), (channel // self.load,)))
 
     @cute.jit
     def store_new(self, conv, slot, at, taps, new, mine, block, first, tid):
@@ -621,6 +633,10 @@ class Layer(layer_rows.Rows):
             # no position reaches memory that is not the slot's
             if const_expr(self.shifted):
                 at = Int32(self.width - 1)
+                if const_expr(self.accepted):
+                    # of drafts the window begins behind as many rows as were accepted beside the first
+                    ahead = first if const_expr(self.row) else accepted[n]
+                    at += cutlass.min(cutlass.max(ahead - 1, 0), window_rows - at)
             else:
                 at = cutlass.min(cutlass.max(conv_position[n], 0), window_rows - 1)
         # from here on in the order of `recurrent`, which says why
@@ -671,17 +687,20 @@ class Layer(layer_rows.Rows):
             if const_expr(self.convolves):
                 self.convolve(taps, window, late.rows, sX, mine, block, tid)
                 first_of_head = shares == 0 and vt == 0
-                if const_expr(self.intermediate == "slots"):
+                if const_expr(self.intermediate == "slots" and not self.shifted):
                     if held:
                         self.store_new(conv, window_slot, at, taps, late.rows, mine, block, first_of_head, tid)
                 elif const_expr(self.update and not self.shifted):
                     if writes:
                         self.store_new(conv, write_slot, at, taps, late.rows, mine, block, first_of_head, tid)
                 cute.arch.sync_threads()
-                if const_expr(self.update and self.shifted):
-                    # threads beyond the last channel have read the last ones too
+                # threads beyond the last channel have read the last ones too
+                if const_expr(self.intermediate == "slots" and self.shifted):
+                    if held:
+                        self.store_shifted(conv, window_slot, window, taps, late.rows, mine, block, tid)
+                elif const_expr(self.update and self.shifted):
                     if writes:
-                        self.store_shifted(conv, write_slot, window, taps, late.rows, mine, tid)
+                        self.store_shifted(conv, write_slot, window, taps, late.rows, mine, block, tid)
             read = self.read_convolved(sX, late.read, block, thread) if const_expr(self.convolves) else late.read
             norm = None
             if const_expr(self.normed):

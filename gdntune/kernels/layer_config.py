@@ -23,6 +23,8 @@ MOST = 8
 # nobody reads a window that another shifts.
 SHIFTED_HEADS = 8
 MANY_HEADS = 1 << 16
+# Shared memory of a block: what every GPU can give one.
+SHARED_BYTES = 99 << 10
 # Of rows on their way in shared memory, a block: a multiprocessor has room for five or six.
 COPIED_BYTES = 32 << 10
 
@@ -142,6 +144,11 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return (
             f"ahead={s.ahead} of {chunks} chunks of rows: expected 1, or with early=True one of 2, 4"
             " that divides them"
+        )
+    if block(c, s).shared_bytes > SHARED_BYTES:
+        return (
+            f"{block(c, s).shared_bytes} bytes of shared memory a block: expected at most"
+            f" {SHARED_BYTES}, fewer tokens or heads a block"
         )
     return None
 

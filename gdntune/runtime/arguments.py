@@ -319,13 +319,17 @@ def _window_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
         return
     rows, at = arguments["conv_state"].shape[1], arguments["conv_position"]
     ring, before = c.conv_window == "ring", c.conv_width - 1
+    drafts = not ring and c.intermediate == "slots"
     # a ragged call's longest request is known to the device alone
-    least = before + (c.tokens if ring else 0)
-    if rows < least or (not ring and rows > least):
+    least = before + (c.tokens if ring else c.tokens - 1 if drafts else 0)
+    if rows < least or (not ring and not drafts and rows > least):
+        kind = (
+            "those of a ring" if ring else "those of drafts" if drafts else "those before a token"
+        )
         yield (
             f"conv_state has {rows} rows a slot: expected {least}"
-            + (" or more, those of a ring" if ring else ", those before a token")
-            + f" of a convolution of width {c.conv_width} and {c.tokens} tokens"
+            + (" or more, " if ring or drafts else ", ")
+            + f"{kind} of a convolution of width {c.conv_width} and {c.tokens} tokens"
         )
     if at is not None and at.dtype is not torch.int32:
         yield f"conv_position has dtype {at.dtype}: expected torch.int32"

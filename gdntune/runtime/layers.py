@@ -76,8 +76,11 @@ def gated_delta_rule_layer_decode(
         the first token goes to this row, the next to those behind, and the rows before it,
         cyclically, hold the tokens before: a caller's count of accepted tokens modulo rows, so that
         drafts that were rejected are written over. Without it a window is width - 1 rows, the
-        oldest first, shifted in place as engines do: of one token, and on CUDA where HV is at most
-        8 H (KDA: H), since one block reads all of a q/k head's window.
+        oldest first, shifted in place as engines do. With ssm_state_indices it is width - 2 + T
+        rows or more, as vLLM has them: it begins behind num_accepted_tokens - 1 of them, moves on
+        by one row, and the drafts' rows stand behind it. On CUDA for HV of at most 8 H (KDA: H),
+        since one block reads all of a q/k head's window, and for as many tokens as its shared
+        memory holds: 8 where K and V are 128.
     norm_gate, conv_activation, the weights' dtypes, width, and whether bias and position are given
         are static, beside what is static elsewhere.
 
@@ -85,8 +88,7 @@ def gated_delta_rule_layer_decode(
         be read before the kernel ahead ends.
 
     The other arguments, what is static, ownership and errors are as in `gated_delta_rule_decode`.
-    torch.compile takes it whole. Not served, and refused by name: shifted windows of several
-    tokens, other transforms.
+    torch.compile takes it whole. Not served, and refused by name: other transforms.
     """
     return _call(locals(), "gdn_decode", "raw", b, None, a, 0.0, "mixed_qkv a b A_log dt_bias")
 

@@ -67,6 +67,27 @@ def convolved() -> list[Contract]:
         plain.replace(conv="identity", conv_width=3, norm="sigmoid", input_dtype="fp32"),
         plain.replace(conv="silu", conv_window="shifted", norm="silu", layout="v_last"),
         plain.replace(conv="identity", conv_width=2, conv_window="shifted", mode="frozen"),
+        plain.replace(conv="silu", conv_window="shifted", tokens=5, ragged=True),
+        plain.replace(conv="silu", conv_window="shifted", tokens=2, conv_width=3),
+        plain.replace(
+            conv="silu",
+            conv_window="shifted",
+            tokens=4,
+            intermediate="slots",
+            accepted=True,
+            mode="frozen",
+            norm="silu",
+        ),
+        plain.replace(
+            conv="silu",
+            conv_window="shifted",
+            conv_width=2,
+            tokens=3,
+            ragged=True,
+            intermediate="slots",
+            accepted=True,
+        ),
+        plain.replace(conv="silu", conv_window="shifted", tokens=1, intermediate="slots"),
         Contract("kda_decode", gate="softplus", K=64, V=96, conv="silu", conv_bias=True),
     ]
 

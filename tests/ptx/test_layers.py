@@ -71,6 +71,14 @@ ROWS = [
     row(Contract(**STEP, conv_window="shifted"), 3, threads=256, ilp=4, pdl="state"),
     row(Contract(conv="silu", conv_bias=True, conv_width=3, conv_window="shifted"), 8),
     row(Contract(**KDA, conv_window="shifted"), 1),
+    row(Contract(**STEP, **SLOTS, conv_window="shifted"), 3, ilp=4, threads=256, row=True),
+    row(
+        Contract(**KDA, **SLOTS, conv_window="shifted"),
+        1,
+        {"extra_steps": 2, **PADDED},
+        pdl="state",
+    ),
+    row(RAGGED.replace(conv_window="shifted"), 2, LENGTHS, threads=256),
 ]
 
 

@@ -33,6 +33,16 @@ CONTRACTS = {
     "convolution": Contract(**BASE, conv="silu"),
     "convolution alone": Contract(K=64, V=32, conv="identity", conv_width=3, conv_bias=True),
     "shifted": Contract(**BASE, conv="silu", conv_width=2, conv_window="shifted"),
+    "shifted, tokens": Contract(**BASE, conv="silu", tokens=3, conv_window="shifted"),
+    "shifted, slots": Contract(
+        **BASE,
+        conv="silu",
+        tokens=3,
+        intermediate="slots",
+        accepted=True,
+        mode="frozen",
+        conv_window="shifted",
+    ),
     "convolution, tokens": Contract(**BASE, conv="silu", tokens=3),
     "convolution, slots": Contract(
         **BASE, conv="silu", tokens=3, intermediate="slots", accepted=True, mode="frozen"
@@ -181,7 +191,7 @@ RING = {
     "shifted": (
         {"tokens": 3},
         {"conv_position": None},
-        "conv_window='shifted' with tokens=3.*expected one token",
+        "conv_state has 4 rows a slot: expected 3, those before a token of a convolution of width 4",
     ),
     "no pool": (
         {},
@@ -362,7 +372,7 @@ def test_steps_in_a_row():
 
 def test_rejected_drafts_leave_the_window_as_it_was():
     """Three drafts, of which one is accepted, then three others: as if the rejected ones had never
-    been, by the position alone. A window that was shifted would have lost its oldest rows.
+    been, by the position alone.
     """
     contract = Contract(
         K=64, V=32, conv="silu", tokens=3, intermediate="slots", accepted=True, mode="frozen",
@@ -393,6 +403,31 @@ def test_rejected_drafts_leave_the_window_as_it_was():
     # and the accepted one counts
     changed[:, 0] = 7
     assert not torch.equal(got, step_again(other, changed, drafts[1], step))
+
+
+def test_shifted_windows_of_drafts_roll_as_rings_do():
+    """Four calls of three drafts, of which three, one and two are accepted: a window that is shifted
+    by the count of accepted tokens alone, as vLLM's pools are, gives what a ring gives.
+    """
+    contract = Contract(
+        K=64, V=32, conv="silu", tokens=3, intermediate="slots", accepted=True, mode="frozen",
+        state_dtype="fp32",
+    )  # fmt: skip
+    ring, _ = made(contract)
+    shifted = ring.clone()
+    ring.conv_state.nan_to_num_(0.0)
+    # width - 2 + T rows, of which the first three are the window
+    D = ring.mixed_qkv.shape[-1]
+    shifted.conv_state = ring.conv_state.new_zeros(len(ring.conv_state), 5, D)
+    shifted.conv_state[:, :3] = ring.conv_state[:, 2:5]
+    generator, at = torch.Generator().manual_seed(2), 5
+    for accepted, staying in ((1, 3), (3, 1), (1, 2), (2, 1)):
+        drafts = torch.randn(3, 3, D, generator=generator).bfloat16()
+        counts = {"output": None, "num_accepted_tokens": torch.full((3,), accepted).int()}
+        place = {"conv_position": torch.full((3,), at % 6, dtype=torch.int32)}
+        want = called(ring, drafts, **counts, **place)
+        assert torch.equal(called(shifted, drafts, **counts, conv_position=None), want)
+        at += staying
 
 
 def step_again(case, first, second, step):

@@ -125,9 +125,15 @@ class Layer {
     bool ring;
     const float* taps;
 
-    // A slot's row: of a ring that of the j-th token before or behind the call's first, else the j-th from the oldest.
+    // A slot's row: of a ring that of the j-th token before or behind the call's first, else the j-th behind `place`.
     char* row(int64_t slot, int64_t place, int64_t j) const {
-      return state.at(slot, ring ? ((place + j) % rows + rows) % rows : j);
+      return state.at(slot, ring ? ((place + j) % rows + rows) % rows : place + j);
+    }
+    // Where a request's window begins: a ring behind it, a shifted one at its oldest row.
+    int64_t place_of(const Call& c, int64_t n) const {
+      if (ring) return std::min(std::max<int64_t>(position.index(n), 0), rows - 1);
+      const int64_t ahead = c.slots && c.accepted.given ? c.accepted.index(n) - 1 : 0;
+      return std::min(std::max<int64_t>(ahead, 0), rows - (width - 1));
     }
   };
 
@@ -143,13 +149,11 @@ class Layer {
     w.ring = given.has(CONV_POSITION);
     if (w.ring) w.position = given.tensor(CONV_POSITION, int32, "[B]", {&c.N});
     w.rows = w.state.size[1];
-    const int64_t tokens = c.ragged ? Setting::tokens : c.T, least = w.width - 1 + (w.ring ? tokens : 0);
+    const int64_t tokens = c.ragged ? Setting::tokens : c.T;
+    const int64_t least = w.width - 1 + (w.ring ? tokens : c.slots ? tokens - 1 : 0);
     if (w.rows < least) {
       refuse("ValueError", "conv_state: %lld rows were given, expected %lld or more", (long long)w.rows,
              (long long)least);
-    }
-    if (!w.ring && tokens != 1) {
-      refuse("ValueError", "conv_position: None was given for %lld tokens, expected a ring", (long long)tokens);
     }
     if (w.width < 2 || w.width > 4 || w.D % vec) {
       refuse("ValueError", "conv_weight: [%lld, %lld] was given, expected 2 to 4 taps of a multiple of %d channels",
@@ -182,16 +186,21 @@ class Layer {
     return {r.read, Setting::writes == Writes::never ? -1 : r.write};
   }
 
-  // One request's channels, convolved and rounded as E; its window moves on. `to`: rows [D] by token.
+  // One request's channels, convolved and rounded as E; its window moves on: a shifted one of drafts by one row, since
+  // nobody knows yet how many stay, another one by all tokens. `to`: rows [D] by token.
   template <class E>
-  static void convolve(const Window& w, const Request& r, Slots slots, int64_t n, float* to) {
-    const int64_t place = w.ring ? std::min(std::max<int64_t>(w.position.index(n), 0), w.rows - 1) : 0;
+  static void convolve(const Window& w, const Request& r, Slots slots, bool drafts, int64_t place, float* to) {
     const int64_t old = w.width - 1;
+    const bool keeps = slots.write >= 0 && r.tokens > 0;
     for (int64_t i = 0; i < w.D; i += vec) {
       F x[4];
       for (int64_t j = 0; j < old; j++) {
         const int64_t row = w.ring ? j - old : j;
         x[j] = slots.read < 0 ? F{} : load<vec>(reinterpret_cast<const E*>(w.row(slots.read, place, row)) + i);
+      }
+      // read before it is written: in one slot or in two
+      for (int64_t j = 1; !w.ring && drafts && keeps && j < old; j++) {
+        store<vec>(reinterpret_cast<E*>(w.row(slots.write, 0, j - 1)) + i, x[j]);
       }
       for (int64_t t = 0; t < r.tokens; t++) {
         F y = load<vec>(w.taps + w.width * w.D + i);
@@ -201,14 +210,12 @@ class Layer {
         E rounded[vec];
         store<vec>(rounded, y);
         store<vec>(to + t * w.D + i, load<vec>(rounded));
-        // read before it is written: in one slot or in two
-        if (w.ring && slots.write >= 0) {
-          store<vec>(reinterpret_cast<E*>(w.row(slots.write, place, t)) + i, x[old]);
-        }
+        if (keeps && w.ring) store<vec>(reinterpret_cast<E*>(w.row(slots.write, place, t)) + i, x[old]);
+        if (keeps && !w.ring && drafts) store<vec>(reinterpret_cast<E*>(w.row(slots.write, 0, old - 1 + t)) + i, x[old]);
         for (int64_t j = 0; j < old; j++) x[j] = x[j + 1];
       }
-      for (int64_t j = 0; !w.ring && slots.write >= 0 && j < old; j++) {
-        store<vec>(reinterpret_cast<E*>(w.row(slots.write, place, j)) + i, x[j]);
+      for (int64_t j = 0; !w.ring && !drafts && keeps && j < old; j++) {
+        store<vec>(reinterpret_cast<E*>(w.row(slots.write, 0, j)) + i, x[j]);
       }
     }
   }
@@ -220,9 +227,10 @@ class Layer {
       if (r.read < 0) continue;
       const Slots slots = slots_of(c, r, n);
       float* rows = to + (r.batch * c.T + r.first) * w.D;
-      if (w.mixed.type == fp32) convolve<float>(w, r, slots, n, rows);
-      else if (w.mixed.type == bf16) convolve<Bf16>(w, r, slots, n, rows);
-      else convolve<Half>(w, r, slots, n, rows);
+      const int64_t place = w.place_of(c, n);
+      if (w.mixed.type == fp32) convolve<float>(w, r, slots, c.slots, place, rows);
+      else if (w.mixed.type == bf16) convolve<Bf16>(w, r, slots, c.slots, place, rows);
+      else convolve<Half>(w, r, slots, c.slots, place, rows);
     }
   }
 
