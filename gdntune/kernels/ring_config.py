@@ -6,7 +6,7 @@ from gdntune.device.arch import Device
 from gdntune.errors import UnsupportedProblem
 from gdntune.kernels import wy_block_config
 from gdntune.kernels.spec import Block, Facts, Kernel, knob
-from gdntune.problem import Contract
+from gdntune.problem import ITEMSIZE, Contract
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,12 @@ class Knobs:
     passes: int = knob("ps", "times that a warp takes new rows", default=1)
     registers: int = knob(
         "rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0
+    )
+    shared: bool = knob(
+        "sh",
+        "k_last: the state comes to shared memory and leaves its registers to more warps; else to"
+        " registers",
+        default=False,
     )
 
 
@@ -47,6 +53,11 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return f"op={c.op}: expected gdn_decode, whose decay is one a head"
     if c.input_dtype == "fp32":
         return "input_dtype=fp32: keys are one or two terms of bf16, expected bf16 or fp16"
+    if s.shared and (c.layout != "k_last" or s.passes > 1 or s.threads != 32 * s.warps):
+        return (
+            f"shared=True with layout={c.layout}, passes={s.passes}, {s.warps} warps of"
+            f" {s.threads // 32}: expected k_last, one pass, all warps"
+        )
     if s.threads == 64:
         # `wy_block` has no such block: legal as one of twice the warps in half the passes
         if s.warps != 2:
@@ -58,28 +69,34 @@ def refuse(c: Contract, s: Knobs) -> str | None:
 
 def block(c: Contract, s: Knobs) -> Block:
     """Threads, and the shared memory that the kernel's allocations add up to."""
-    threads, shared = wy_block_config.block(_inner(c).replace(mode="frozen"), _block_knobs(s))
-    terms = wy_block_config.TERMS[c.input_dtype]
-    return Block(threads, shared + 2 * (c.K + 8) * terms * c.ring)
+    inner, terms = _inner(c).replace(mode="frozen"), wy_block_config.TERMS[c.input_dtype]
+    threads, shared = wy_block_config.block(inner, _block_knobs(s))
+    tokens = facts(c)["tokens"]
+    N = 4 if tokens <= 4 else 8 * (-(-tokens // 8))
+    # instead of a line of each row of V: the ring's keys, and matrices of 128 bytes, two terms each
+    shared += 2 * (c.K + 8) * terms * c.ring - 4 * s.warps * s.rows * (2 * N + 4)
+    tiles = -(-N // 8)
+    shared += 128 * 2 * (1 if N == 4 else 2 * tiles) * (c.ring // 8 + tiles)
+    shared += s.shared * s.warps * s.rows * c.K * ITEMSIZE[c.state_dtype]
+    return Block(threads, shared)
 
 
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
-    """The settings worth trying, simplest first: those of `wy_block`, and more caps on registers."""
-    tried = [Knobs(32, 4), Knobs(32, 4, registers=128)]
+    """The settings worth trying, simplest first: all of a head a block, then less of it for few heads."""
+    tried = [Knobs(32, 4, shared=True), Knobs(32, 4), Knobs(32, 4, registers=128)]
+    tried += [Knobs(16, 8, 256, shared=True), Knobs(16, 8, 256, registers=64, shared=True)]
+    tried += [Knobs(16, 4, shared=True)]
     tried += [Knobs(16, 4, registers=r) for r in (0, 96, 80)]
-    tried += [Knobs(16, 4, passes=2, registers=128), Knobs(16, 2)]
     # blocks of two warps: fewer wait at a barrier
-    tried += [Knobs(32, 2, 64, registers=r) for r in (0, 128)]
-    tried += [Knobs(32, 2, 64, passes=2)]
+    tried += [Knobs(32, 2, 64, shared=True), Knobs(32, 2, 64), Knobs(32, 2, 64, registers=128)]
+    tried += [Knobs(16, 2), Knobs(16, 2, 64, shared=True)]
     return tuple(s for s in dict.fromkeys(tried) if not refuse(c, s))
 
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
-    """A rule for where no table speaks: what was fastest on an H200 at B=1, and from B=64 on."""
+    """A rule for where no table speaks: few rows a block while the heads are few."""
     few = work_units < 2 * device.sm_count
-    wanted = Knobs(32, 4, registers=128)
-    if few:
-        wanted = Knobs(16, 4, registers=96) if c.tokens <= 4 else Knobs(32, 4)
+    wanted = Knobs(16, 4, registers=96) if few else Knobs(32, 4, shared=True)
     smaller = [Knobs(rows, w) for w in (4, 2, 1) for rows in (32, 16)]
     legal = [s for s in (wanted, *smaller) if not refuse(c, s)]
     if not legal:

@@ -113,12 +113,17 @@ def test_kernels_serve_rings_or_none():
 
 
 def test_shared_memory_is_what_is_allocated():
-    """Of the configs' shapes: operands, Gram matrices, factors, squares, decays, keys and p."""
+    """Of the configs' shapes: operands, Gram matrices, factors, squares, decays, keys, matrices of
+    two terms, and the state where it waits there.
+    """
     c = Contract(tokens=4, ring=16)
-    _, shared = ring_config.block(c, ring_config.Knobs(32, 4))
     rows, N = 8 + 1, 4
     operands = 2 * 136 * rows + 4 * (2 * N * N + 4 * N + (N + 4)) + 8 * N
-    assert shared == operands + 2 * 136 * 16 + 4 * 128 * (2 * N + 4)
+    expected = operands + 2 * 136 * 16 + 128 * 2 * (2 + 1)
+    for shared in (False, True):
+        knobs = ring_config.Knobs(32, 4, shared=shared)
+        state = 2 * 128 * 128 if shared else 0
+        assert ring_config.block(c, knobs).shared_bytes == expected + state
 
 
 def test_a_reset_ring_reads_nothing(functions):
