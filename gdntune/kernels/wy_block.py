@@ -24,6 +24,7 @@ from gdntune.kernels import fragments as fr
 from gdntune.kernels.wy_block_columns import Columns
 from gdntune.kernels.wy_block_gdn import RowStage
 from gdntune.kernels.wy_block_kda import KeyStage
+from gdntune.kernels.wy_block_lines import Lines
 from gdntune.kernels.wy_operands import SPAN_DECAYS, Operands, Shape, allocate
 
 F32, BF = Float32, BFloat16
@@ -84,6 +85,7 @@ class WYBlock(decode.Decode):
         self.state_terms = TERMS[facts["state_dtype"]]
         self.octets = self.rows // 8
         self.columns_by = Columns(self) if knobs["matrices"] else None
+        self.lines_by = Lines(self) if knobs["lines"] else None
         vec = 16 // (self.state_dtype.width // 8)
         k_terms = TERMS[facts["input_dtype"]]
         self.shape = Shape(
@@ -133,6 +135,8 @@ class WYBlock(decode.Decode):
         """Issues the loads of a warp's rows; what they give is `turned` before use."""
         if self.columns_by:
             return self.columns_by.load(tile, row0, th)
+        if self.lines_by:
+            return self.lines_by.load(tile, row0, th)
         x = cute.make_rmem_tensor((self.octets * self.share,), self.state_dtype)
         for source, at, n in (self.runs if self.k_last else self.columns)(tile, row0, th):
             cute.autovec_copy(source, cute.make_tensor(x.iterator + at, cute.make_layout((n,))))
@@ -142,12 +146,14 @@ class WYBlock(decode.Decode):
         if self.columns_by:
             self.columns_by.store(x, tile, row0, th)
             return
-        x = self.turned(x, back=True)
+        x = self.turned(x, th, back=True)
         for goal, at, n in (self.runs if self.k_last else self.columns)(tile, row0, th):
             cute.autovec_copy(cute.make_tensor(x.iterator + at, cute.make_layout((n,))), goal)
 
-    def turned(self, x, back=False):
-        """Between rows side by side, as v_last memory has them, and keys side by side, as operands have them."""
+    def turned(self, x, th, back=False):
+        """Between what a thread reads and what operands have: of v_last, rows side by side and keys side by side."""
+        if self.lines_by:
+            return self.lines_by.turned(x, th)
         if self.k_last or self.columns_by:
             return x
         y = cute.make_rmem_tensor((self.octets * self.share,), self.state_dtype)
@@ -299,8 +305,11 @@ class WYBlock(decode.Decode):
         at = term * s.N + 8 * n + row if self.per_k else s.row(term, 0, 8 * n) + row
         return at * s.stride + matrix * 8
 
-    def advance(self, raw, o: Operands, th, sm) -> None:
-        """The final state, rounded, in place of S0."""
+    def advance(self, raw, o: Operands, th, sm, goal=None) -> None:
+        """The final state, rounded, in place of S0.
+
+        goal: of whole lines, which go to memory as they are computed, where to: the head's state, the first row and whether to write.
+        """
         if self.columns_by:
             self.columns_by.advance(raw, o, th, sm)
             return
@@ -320,6 +329,9 @@ class WYBlock(decode.Decode):
             for i in range(step):
                 for m in range(self.octets // 2):
                     self.advance_two(raw, w, words, fr.pair(decays, 2 * i), first + i, i, m)
+            if self.lines_by:
+                tile, row0, writes = goal
+                self.lines_by.store(raw, tile, row0, th, writes, first, first + step)
 
     def decays_of(self, o: Operands, th, first: int, step: int, total):
         """D_T of a thread's keys of some columns."""
@@ -494,7 +506,7 @@ class WYBlock(decode.Decode):
             values = inputs.values
             for it in cutlass.range_constexpr(self.passes):
                 first = row0 + it * self.rows
-                raw = self.turned(came)
+                raw = self.turned(came, th)
                 self.project(raw, o, th, sm.p)
                 if const_expr(it == 0):
                     cute.arch.sync_threads()
@@ -509,7 +521,10 @@ class WYBlock(decode.Decode):
                     out = cute.domain_offset((t0, first), output[ni, None, hv, None])
                     self.solve(o, sm, mine, th, th.lane < self.rows, span, out)
                     cute.arch.sync_warp()
-                    if const_expr(self.update):
+                    if const_expr(self.update and self.lines_by is not None):
+                        tile = state[Int64(write_slot), hv, None, None]
+                        self.advance(raw, o, th, sm, (tile, first, writes))
+                    elif const_expr(self.update):
                         self.advance(raw, o, th, sm)
                         if writes:
                             self.store_state(

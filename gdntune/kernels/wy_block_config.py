@@ -35,6 +35,12 @@ class Knobs:
         " warp turns; else each thread turns its own",
         default=False,
     )
+    lines: bool = knob(
+        "fl",
+        "k_last: read and write whole lines of 128 bytes, of which lanes exchange halves; else half"
+        " a line of twice as many rows at a time",
+        default=False,
+    )
 
 
 def refuse(c: Contract, s: Knobs) -> str | None:
@@ -63,6 +69,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             f"matrices=True with layout={c.layout}, state_dtype={c.state_dtype}: expected v_last and"
             " 16 bits, which movmatrix turns"
         )
+    if s.lines and c.layout != "k_last":
+        return f"lines=True with layout={c.layout}: expected k_last, whose rows hold whole lines"
     if 32 * s.warps > s.threads:
         return f"warps={s.warps} with threads={s.threads}: expected at most {s.threads // 32}"
     # Warps without rows of their own redo the last warp's, and in a second pass would overwrite what
@@ -118,7 +126,9 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
         # not measured yet: all of V a block, so that its keys are worked out once, and the next
         # rows asked for ahead; without a cap two blocks fit where three do
         tried.append(Knobs(16, 4, passes=2, registers=168))
+    whole = [dataclasses.replace(s, lines=True) for s in tried if s.warps == 4]
     tried += [dataclasses.replace(s, matrices=True) for s in tried]
+    tried += whole
     return in_every_form([s for s in dict.fromkeys(tried) if not refuse(c, s)])
 
 
