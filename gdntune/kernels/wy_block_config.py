@@ -126,7 +126,10 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
         # not measured yet: all of V a block, so that its keys are worked out once, and the next
         # rows asked for ahead; without a cap two blocks fit where three do
         tried.append(Knobs(16, 4, passes=2, registers=168))
+    # not measured yet
     whole = [dataclasses.replace(s, lines=True) for s in tried if s.warps == 4]
+    if c.mode == "update" and c.op == "gdn_decode":
+        whole.append(Knobs(16, 4, passes=2, lines=True))
     tried += [dataclasses.replace(s, matrices=True) for s in tried]
     tried += whole
     return in_every_form([s for s in dict.fromkeys(tried) if not refuse(c, s)])
