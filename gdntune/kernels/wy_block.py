@@ -85,7 +85,7 @@ class WYBlock(decode.Decode):
         self.state_terms = TERMS[facts["state_dtype"]]
         self.octets = self.rows // 8
         self.columns_by = Columns(self) if knobs["matrices"] else None
-        self.lines_by = Lines(self) if knobs["lines"] else None
+        self.lines_by = Lines(self) if knobs.get("lines") else None
         vec = 16 // (self.state_dtype.width // 8)
         k_terms = TERMS[facts["input_dtype"]]
         self.shape = Shape(
@@ -150,7 +150,7 @@ class WYBlock(decode.Decode):
         for goal, at, n in (self.runs if self.k_last else self.columns)(tile, row0, th):
             cute.autovec_copy(cute.make_tensor(x.iterator + at, cute.make_layout((n,))), goal)
 
-    def turned(self, x, th, back=False):
+    def turned(self, x, th=None, back=False):
         """Between what a thread reads and what operands have: of v_last, rows side by side and keys side by side."""
         if self.lines_by:
             return self.lines_by.turned(x, th)

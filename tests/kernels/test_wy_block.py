@@ -19,6 +19,7 @@ KDA = Contract(op="kda_decode", gate="softplus", tokens=8)
 # of each kind of contract a setting that is tried
 CASES = {
     "GDN": (Contract(tokens=8), Knobs(32, 4, registers=128)),
+    "GDN, whole lines": (Contract(tokens=8), Knobs(32, 4, registers=128, lines=True)),
     "GDN, T=3, frozen": (Contract(tokens=3, mode="frozen"), Knobs(32, 4)),
     "GDN, T=16, ragged": (Contract(tokens=16, ragged=True), Knobs(16, 4)),
     "KDA": (KDA, Knobs(32, 4)),
@@ -36,7 +37,7 @@ CASES = {
 
 
 # Those that hold most in registers.
-FEW = ("GDN", "KDA, fp32 state", "KDA, T=4, fp16, v_last, K=64")
+FEW = ("GDN", "GDN, whole lines", "KDA, fp32 state", "KDA, T=4, fp16, v_last, K=64")
 
 
 def test_it_compiles_without_spills(tmp_path):
@@ -62,6 +63,7 @@ def test_it_compiles_without_spills(tmp_path):
         ({"tokens": 1}, {}, "tokens=1"),
         ({"K": 96}, {}, "K=96"),
         ({}, {"matrices": True}, "matrices=True with layout=k_last"),
+        ({"layout": "v_last"}, {"lines": True}, "lines=True with layout=v_last"),
         (
             {"layout": "v_last", "state_dtype": "fp32"},
             {"matrices": True},
