@@ -6,8 +6,10 @@
     GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py why [--sizes 16,64]
     GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py producers [--sizes 1,4,16,64]
 
-check: every compiled variant by the gate that a sweep has, then N random problems; exits with 1 where one
-is wrong. time: microseconds a layer, medians, in a CUDA graph of layers less the same without the
+check: every compiled variant by the gate that a sweep has, what several calls must agree on
+(`layer_steps`), then N random problems; exits with 1 where one is wrong. --no-gate leaves the first out:
+`compute-sanitizer --tool memcheck --kernel-regex kns=gdntune --error-exitcode 9 python tests/gpu/layer_gpu.py
+check --no-gate --random 150`, and the same with --tool racecheck. time: microseconds a layer, medians, in a CUDA graph of layers less the same without the
 call (the L2 policy `chain`), interleaved. Each row is a contract and a batch size; `delta alone` is the
 table's kernel without the parts, `apart` the same with a convolution and a norm of their own
 (`layer_parts`), `fused` the best of the layer's variants; each without and with programmatic
@@ -29,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import layer_parts
+import layer_steps
 import torch
 from kernel_checks import bundle, gate, of_the_timers, randomly, session_of
 
@@ -67,6 +70,8 @@ CHECKED = [
     Contract(**STEP, tokens=3, conv_bias=True),
     Contract(**STEP, conv_window="shifted"),
     Contract(**STEP, conv_window="shifted", state_dtype="fp32", conv_width=3),
+    Contract(**STEP, **SLOTS, conv_window="shifted"),
+    Contract(**STEP, tokens=4, ragged=True, conv_window="shifted"),
     Contract(norm="silu", tokens=8, intermediate="dense", mode="frozen"),
     Contract("kda_decode", gate="softplus", norm="sigmoid", conv="silu"),
     Contract("kda_decode", gate="lower_bound", norm="sigmoid", conv="silu", state_dtype="fp32"),
@@ -132,7 +137,7 @@ def wanted(
     for c in LESS.values():
         for v in alone(c, device):
             yield LAYER, c, v, None
-    for c in CHECKED:
+    for c in [*CHECKED, *layer_steps.contracts()]:
         yield LAYER, c, LAYER.variant(LAYER.default(c, 64, device)), None
     for part in (layer_parts.CONV, layer_parts.NORM):
         for setting in (layer_parts.Knobs(), layer_parts.Knobs(True)):
@@ -151,12 +156,17 @@ def compile_all(folder: Path, gpu: str, every: bool) -> None:
     bundle(wanted(device, every), device, folder)
 
 
-def check(every: bool, count: int, seed: int) -> bool:
+def check(every: bool, count: int, seed: int, gated: bool) -> bool:
     """Whether all is right."""
     session = session_of("cold-clean")
     found = [(c, tried(c, session.device, every)) for c in TIMED.values()]
     found += [(c, [LAYER.variant(LAYER.default(c, 64, session.device))]) for c in CHECKED]
-    right = gate(session, found)
+    right = not gated or gate(session, found)
+
+    def function_of(c: Contract) -> Callable[..., Any]:
+        return session.function(c, LAYER.variant(LAYER.default(c, 64, session.device)))
+
+    right &= layer_steps.agree(function_of, session.place)
     return right & randomly(session, found, count, seed, own)
 
 
@@ -412,6 +422,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("compile", "check", "time", "why", "producers"))
+    parser.add_argument("--no-gate", action="store_true", help="check: random problems alone")
     parser.add_argument("--only", default="", help="time: rows whose name has this")
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--all", action="store_true")
@@ -426,7 +437,7 @@ def main() -> None:
             parser.error("compile: expected a folder for the bundle")
         compile_all(given.folder, given.gpu, given.all)
     elif given.what == "check":
-        sys.exit(0 if check(given.all, given.random, given.seed) else 1)
+        sys.exit(0 if check(given.all, given.random, given.seed, not given.no_gate) else 1)
     elif given.what == "producers":
         producers([int(n) for n in given.sizes.split(",")], given.rounds)
     elif given.what == "why":

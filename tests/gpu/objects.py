@@ -89,7 +89,9 @@ def random_contract(op: str, pick: random.Random) -> Contract:
 
 
 def layer_fields(pick: random.Random) -> dict[str, Any]:
-    """What a layer's step has around the delta rule. Shifted windows no CUDA kernel serves."""
+    """What a layer's step has around the delta rule. Of windows rings alone: shifted ones are served
+    by some ratios of heads.
+    """
     found: dict[str, Any] = {"norm": pick.choice(["none", "silu", "sigmoid"])}
     if found["norm"] != "none":
         found["norm_weight_dtype"] = pick.choice(["bf16", "fp16", "fp32"])
