@@ -548,7 +548,8 @@ def explain(
     op: Annotated[
         Literal["gdn_decode", "kda_decode", "verify"],
         typer.Option(
-            help="What is computed; verify: what GDN drafts are expected to cost in each way."
+            help="What is computed; verify: what drafts are expected to cost in each way,"
+            " KDA's with --gate softplus or lower_bound."
         ),
     ] = "gdn_decode",
     tokens: Annotated[int, typer.Option(help="T, tokens a request and call.")] = 1,
@@ -618,7 +619,11 @@ def explain(
         raise UnsupportedProblem(
             "--work-units with --B or --HV: give one or the other, work units are B*HV"
         )
-    kind: Literal["gdn_decode", "kda_decode"] = "gdn_decode" if op == "verify" else op
+    kind: Literal["gdn_decode", "kda_decode"] = "gdn_decode"
+    if op != "verify":
+        kind = op
+    elif gate is not None and gate not in GATES[kind]:
+        kind = "kda_decode"
     contract = Contract(
         op=kind,
         tokens=tokens,
@@ -690,5 +695,8 @@ def _explain_verify(
         )
         for call in way.calls:
             typer.echo(f"    {call.time_us:.2f}  {call.contract}: {call.how}")
-    if not found:
-        typer.echo("  the table has no cells of these contracts: sweep them")
+    for name, config in drafts.missing(contract.op, found):
+        typer.echo(
+            f"  {name}: the table has no cells of it; run `gdntune sweep {config}`, then `gdntune"
+            " table merge` of its table and this one"
+        )

@@ -66,18 +66,19 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
     wide = 16 // ITEMSIZE[c.state_dtype]
     if c.layout == "k_last":
-        vec = (wide, wide // 2) if c.K % 64 else (wide,)
-        shapes = [(ilp, v, lanes) for v in vec for lanes in (16, 8, 32) for ilp in (4, 2, 8)]
+        vecs = (wide, wide // 2) if c.K % 64 else (wide,)
+        shapes = [(ilp, v, lanes) for v in vecs for ilp in (4, 2, 8) for lanes in (16, 8, 32)]
     else:
-        shapes = [(1, wide, lanes) for lanes in (8, 4, 16)] + [(1, wide // 2, 8)]
+        shapes = [(1, v, lanes) for v in (wide, wide // 2) for lanes in (8, 4, 16)]
+    # few: it is bound by arithmetic, in which they differ little
+    blocks = [(32, 128), (64, 128), (128, 128), (64, 64), (16, 64), (128, 256)]
     tried = [
-        Knobs(tile_v, ilp, vec, lanes, threads, registers)
+        Knobs(tile_v, ilp, vec, lanes, threads)
         for ilp, vec, lanes in shapes
-        for threads in (128, 64, 256)
-        for tile_v in (32, 64, 16, 128)
-        for registers in (0, 96)
+        for tile_v, threads in blocks
     ]
-    return tuple(s for s in tried if not refuse(c, s))
+    found = [s for s in tried if not refuse(c, s)]
+    return tuple(found[:12])
 
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
@@ -87,8 +88,7 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
         why = refuse(c, Knobs(32, 4, 16 // ITEMSIZE[c.state_dtype], 16, 128))
         raise UnsupportedProblem(f"no setting of ring_kda serves {c.key()}: {why}")
     few = work_units < 2 * device.sm_count
-    rows = [s for s in found if not s.registers and s.threads == 128]
-    wanted = [s for s in rows or found if (s.tile_v <= 32) == few]
+    wanted = [s for s in found if (s.tile_v <= 32) == few]
     return (wanted or list(found))[0]
 
 

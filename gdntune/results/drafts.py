@@ -40,6 +40,9 @@ def estimate(table: Table, contract: Contract, work_units: int) -> Estimate | No
     if found is None:
         return None
     rule, _ = found
+    # the nearest rule may write a state where the contract has none
+    if rule.when.mode != contract.mode:
+        return None
     cells = {e.work_units: e.time_us for i in rule.intervals for e in i.evidence}
     if not cells:
         return None
@@ -69,6 +72,21 @@ def _timed(table: Table, contract: Contract) -> bool:
         == (contract.ring, contract.tokens, contract.state_dtype)
         for r in table.ranked(contract)
     )
+
+
+def missing(op: str, found: list[Way]) -> list[tuple[str, str]]:
+    """The ways that a table says nothing of, and the config of a sweep that measures each."""
+    gdn = op == "gdn_decode"
+    configs = {
+        "a state per token": "configs/shipped.yaml",
+        "raw window": "configs/shipped.yaml" if gdn else "configs/ring-kda.yaml",
+        "a ring": "configs/ring.yaml" if gdn else "configs/ring-kda.yaml",
+    }
+    return [
+        (name, config)
+        for name, config in configs.items()
+        if not any(w.name.startswith(name) for w in found)
+    ]
 
 
 def ways(
@@ -106,7 +124,7 @@ def ways(
         wanted = contract.replace(mode="update", ring=ring)
         kept_apart = estimate(table, wanted, work_units) if _timed(table, wanted) else None
         if kept_apart is not None:
-            how = f"{kept_apart.how}; in the mean over a cycle, folds included"
+            how = f"{kept_apart.how}; the mean over a cycle of steps that accept all, folds included"
             found.append((f"a ring of {ring}", [msgspec.structs.replace(kept_apart, how=how)]))
     made = []
     for name, calls in found:

@@ -9,7 +9,10 @@ from gdntune.errors import UnsupportedProblem
 from gdntune.problem import Contract
 from gdntune.results import drafts, table
 
-H200 = table.load(Path(__file__).parents[2] / "tables" / "nvidia-h200" / "gdn_decode.json")
+TABLES = Path(__file__).parents[2] / "tables" / "nvidia-h200"
+SHIPPED = table.load(TABLES / "gdn_decode.json")
+# whatever it has of rings
+H200 = msgspec.structs.replace(SHIPPED, rules=[r for r in SHIPPED.rules if not r.when.ring])
 FOUR = Contract(tokens=4)
 
 
@@ -69,8 +72,26 @@ def test_tokens_that_are_kept():
 
 def test_a_table_without_the_contract_says_nothing():
     """No figure that was not measured."""
-    empty = table.load(Path(__file__).parents[2] / "tables" / "nvidia-h200" / "kda_decode.json")
+    empty = table.load(TABLES / "kda_decode.json")
     assert drafts.ways(empty, FOUR, 64, 0.7, 36) == []
+
+
+def test_a_rule_of_another_mode_stands_for_none():
+    """Fault: outputs alone of KDA were said to take what a call takes that writes its state, the
+    nearest rule there is.
+    """
+    kda = table.load(TABLES / "kda_decode.json")
+    rules = [r for r in kda.rules if r.when.mode == "update"]
+    contract = FOUR.replace(op="kda_decode", gate="softplus")
+    found = drafts.ways(msgspec.structs.replace(kda, rules=rules), contract, 64, 0.7, 36)
+    assert found == []
+
+
+def test_what_is_missing_says_what_to_sweep():
+    """Of each way without cells the config that measures it."""
+    found = drafts.ways(H200, FOUR, 64, 0.7, 36)
+    assert drafts.missing("gdn_decode", found) == [("a ring", "configs/ring.yaml")]
+    assert ("raw window", "configs/ring-kda.yaml") in drafts.missing("kda_decode", [])
 
 
 @pytest.mark.parametrize(
