@@ -19,7 +19,7 @@ Mode = Literal["update", "frozen"]
 Intermediate = Literal["none", "dense", "indexed", "slots"]
 Norm = Literal["none", "silu", "sigmoid"]
 Conv = Literal["none", "identity", "silu"]
-Window = Literal["ring", "shifted"]
+Window = Literal["ring", "shifted", "dims_first"]
 RingDType = Literal["fp32", "bf16"]
 
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -58,7 +58,8 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
         (`identity`), in fp32 and rounded to the inputs' dtype, which weights and windows have too.
     conv_width: its taps, 2 to 4. conv_bias: whether it has a bias.
     conv_window: where a slot keeps its last rows: a `ring`, whose row `conv_position` gets the new
-        one, or `shifted` by a row a token, the oldest first.
+        one, or `shifted` by a row a token, the oldest first; `dims_first`: shifted, and a channel's
+        rows side by side in memory.
     ring: how many corrections a request's ring holds at most between folds into the state, 16 or
         32; 0: there is no ring, each call writes the state. The tokens of a call are drafts then:
         they are appended, and count as nothing until a later call's `ring_count` says so.

@@ -128,10 +128,17 @@ def draw_norm(
 def window_rows(contract: Contract, options: Options) -> int:
     """Rows of a slot's window."""
     before = contract.conv_width - 1
-    if contract.conv_window == "shifted":
+    if contract.conv_window != "ring":
         drafts = contract.intermediate == "slots"
         return before + (contract.tokens - 1 + options.extra_rows if drafts else 0)
     return before + contract.tokens + options.extra_rows
+
+
+def _windows(stored: Tensor, c: Contract, rows: int) -> Tensor:
+    """Slots' memory [slots, rows * D] as windows [slots, rows, D]."""
+    if c.conv_window == "dims_first":
+        return stored.unflatten(-1, (-1, rows)).transpose(1, 2)
+    return stored.unflatten(-1, (rows, -1))
 
 
 def draw_conv(
@@ -164,7 +171,7 @@ def draw_conv(
                 x[keys : 2 * keys] *= _key_scale(c)
     return {
         "mixed_qkv": mixed,
-        "conv_state": stored[:, : rows * D].unflatten(-1, (rows, D)),
+        "conv_state": _windows(stored[:, : rows * D], c, rows),
         "conv_weight": weight,
         "conv_bias": bias,
     }

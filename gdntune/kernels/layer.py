@@ -96,7 +96,7 @@ class Layer(layer_rows.Rows):
         super().__init__(facts, {**knobs, "tile_v": self.tile * self.share})
         self.norm, self.conv, self.width = facts["norm"], facts["conv"], facts["conv_width"]
         self.normed, self.convolves = self.norm != "none", self.conv != "none"
-        self.shifted = facts.get("shifted", False)
+        self.shifted, self.dims_first = facts.get("shifted", False), facts.get("dims_first", False)
         # of one value head
         self.head_chunks = self.tile // self.chunk
         self.wide = self.V * self.share
@@ -147,7 +147,7 @@ class Layer(layer_rows.Rows):
             self.view(read_index, 1), self.view(write_index, 1), self.view(slot_index, 2, None), self.view(accepted, 1),
             self.view(cu_seqlens, 1), self.view(intermediate, 2), self.view(output, 2),
             scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm,
-            self.view(output_gate, 2), norm_weight, norm_eps, self.rows_of(mixed_qkv, 2), self.rows_of(conv_state, 2),
+            self.view(output_gate, 2), norm_weight, norm_eps, self.rows_of(mixed_qkv, 2), self.windows_of(conv_state),
             self.rows_of(conv_weight, 0), self.rows_of(conv_bias, 0), self.view(conv_position, 1), q.shape[2], window, HV // q.shape[2],
             heads, state.shape[0], tokens, columns, rows, steps, A_shared, dt_shared,
         ).launch(
@@ -162,6 +162,12 @@ class Layer(layer_rows.Rows):
             return None
         stride = (*(x.stride[d] for d in range(leading)), 1)
         return cute.make_tensor(x.iterator, cute.make_layout((1,) * leading + (MANY,), stride=stride))
+
+    def windows_of(self, x):
+        """The windows' memory, as `rows_of` has it, or with a channel's rows side by side."""
+        if const_expr(not self.dims_first):
+            return self.rows_of(x, 2)
+        return cute.make_tensor(x.iterator, cute.make_layout((1, 1, MANY), stride=(x.stride[0], 1, x.stride[2])))
 
     def row_of(self, r, tid):
         """Token and head of the r-th row that a warp normalises."""
@@ -741,10 +747,15 @@ def fakes(facts: dict, tensors: list) -> list:
     D, W = cute.sym_int(symbol="D"), facts["conv_width"]
     # whose rows are the requests: read_index, or that of slots
     index = tensors[8] if tensors[8] is not None else tensors[10]
-    slots = cute.sym_int()
+    windows = (cute.sym_int(), cute.sym_int(), D)
+    if facts.get("dims_first"):
+        strides = (cute.sym_int64(), 1, cute.sym_int())
+        state = make_fake_tensor(x, windows, strides, assumed_align=x.width // 8)
+    else:
+        state = tensor(x, windows, (wide(), wide(), 1))
     conv = [
         tensor(x, (B, T, D), (wide(), wide(), 1)),
-        tensor(x, (slots, cute.sym_int(), D), (wide(), wide(), 1)),
+        state,
         tensor(x, (D, W), (W, 1)),
         tensor(x, (D,), (1,)) if facts["conv_bias"] else None,
         None if facts.get("shifted") else make_fake_tensor(Int32, index.shape[:1], (cute.sym_int(),), assumed_align=4),

@@ -68,7 +68,8 @@ def facts(c: Contract) -> Facts:
         "conv_width": c.conv_width,
         "conv_bias": c.conv_bias,
         # a ring's objects are what they were before there was another window
-        **({"shifted": True} if c.conv_window == "shifted" else {}),
+        **({"shifted": True} if c.conv_window != "ring" else {}),
+        **({"dims_first": True} if c.conv_window == "dims_first" else {}),
     }
 
 
@@ -105,9 +106,9 @@ def block(c: Contract, s: Knobs) -> Block:
 
 def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
-    if c.conv_window == "shifted" and (s.share != most_heads(c) or s.tile_v != c.V):
+    if c.conv_window != "ring" and (s.share != most_heads(c) or s.tile_v != c.V):
         return (
-            f"share={s.share}, tile_v={s.tile_v} with conv_window='shifted': expected"
+            f"share={s.share}, tile_v={s.tile_v} with conv_window={c.conv_window!r}: expected"
             f" share={most_heads(c)} and tile_v={c.V}, a block that has all readers of a window"
         )
     if s.fence:
@@ -158,7 +159,7 @@ def _candidates(c: Contract) -> list[Knobs]:
     k_last = c.layout == "k_last"
     # without a norm a block may have a part of V
     tiles = (c.V,) if c.norm != "none" else (128, 64, 32, 16)
-    share = most_heads(c) if c.conv_window == "shifted" else 1
+    share = most_heads(c) if c.conv_window != "ring" else 1
     return [
         Knobs(tile_v, ilp, vec, lanes, threads, split, 0, early, False, spread, share=share)
         for early in ((True,) if k_last and c.K % 64 == 0 else (True, False))

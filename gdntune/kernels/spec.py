@@ -33,7 +33,8 @@ delta rule, and takes behind these
         `slots` both are that of column 0, and where this is no slot the window is zeros and no row
         is kept. `ring`: rows >= width - 1 + T; `shifted`: rows = width - 1, of
         `slots` rows >= width - 2 + T: the window begins behind accepted - 1 rows, clamped to what
-        leaves it whole, and moves on by one row, with all tokens behind it
+        leaves it whole, and moves on by one row, with all tokens behind it. `dims_first` is
+        `shifted` with stride 1 along the rows, any along D
     conv_weight   [D, width], the newest token's tap last;  conv_bias [D]; both contiguous
     conv_position [B] int32, `ring`: the row from 0 that the first token goes to; those before it,
         cyclically, have the tokens before

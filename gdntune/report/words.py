@@ -54,7 +54,7 @@ def contract_rest(c: Contract) -> str:
         "conv": f"convolution ({c.conv})",
         "conv_width": f"of width {c.conv_width}",
         "conv_bias": "with a bias",
-        "conv_window": "windows shifted",
+        "conv_window": "windows shifted" + ", dims first" * (c.conv_window == "dims_first"),
         "ring": f"a ring of {c.ring}",
         "ring_dtype": f"u {c.ring_dtype}",
     }

@@ -365,6 +365,8 @@ def _stride_fault(name: str, x: Any, contract: Contract) -> str | None:
         inner = 1
     if name in ("q", "k", "v", "output", "output_gate"):
         inner = 2
+    if name == "conv_state" and contract.conv_window == "dims_first":
+        inner = 0
     if name in ("ring_k", "ring_u", "ring_decay"):
         inner = x.dim() - 1
     if name == "a" and contract.op == "kda_decode":

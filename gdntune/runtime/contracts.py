@@ -107,9 +107,19 @@ class Layer(NamedTuple):
                 "conv": self.conv,
                 "conv_width": self.conv_weight.shape[1],
                 "conv_bias": self.conv_bias is not None,
-                "conv_window": "shifted" if self.conv_position is None else "ring",
+                "conv_window": self._window(),
             }
         return check_contract(inner.replace(**fields)) if fields else inner
+
+    def _window(self) -> str:
+        """Of a shifted one by its strides whether a row's channels or a channel's rows are side by
+        side.
+        """
+        if self.conv_position is not None:
+            return "ring"
+        state = self.conv_state
+        first = state.dim() == 3 and state.stride(2) != 1 and state.stride(1) == 1
+        return "dims_first" if first else "shifted"
 
     def _dtype(self, name: str) -> Any:
         dtype = getattr(self, name).dtype

@@ -80,7 +80,8 @@ def gated_delta_rule_layer_decode(
         rows or more, as vLLM has them: it begins behind num_accepted_tokens - 1 of them, moves on
         by one row, and the drafts' rows stand behind it. On CUDA for HV of at most 8 H (KDA: H),
         since one block reads all of a q/k head's window, and for as many tokens as its shared
-        memory holds: 8 where K and V are 128.
+        memory holds: 8 where K and V are 128. A channel's rows may be side by side, as vLLM's
+        dim-first pools have them: conv_state is [slots, D, rows].transpose(1, 2) then.
     norm_gate, conv_activation, the weights' dtypes, width, and whether bias and position are given
         are static, beside what is static elsewhere.
 

@@ -72,6 +72,7 @@ CHECKED = [
     Contract(**STEP, conv_window="shifted", state_dtype="fp32", conv_width=3),
     Contract(**STEP, **SLOTS, conv_window="shifted"),
     Contract(**STEP, tokens=4, ragged=True, conv_window="shifted"),
+    Contract(**STEP, **SLOTS, conv_window="dims_first"),
     Contract(norm="silu", tokens=8, intermediate="dense", mode="frozen"),
     Contract("kda_decode", gate="softplus", norm="sigmoid", conv="silu"),
     Contract("kda_decode", gate="lower_bound", norm="sigmoid", conv="silu", state_dtype="fp32"),

@@ -88,6 +88,10 @@ def convolved() -> list[Contract]:
             accepted=True,
         ),
         plain.replace(conv="silu", conv_window="shifted", tokens=1, intermediate="slots"),
+        plain.replace(conv="silu", conv_window="dims_first", norm="silu"),
+        plain.replace(
+            conv="silu", conv_window="dims_first", tokens=3, intermediate="slots", accepted=True
+        ),
         Contract("kda_decode", gate="softplus", K=64, V=96, conv="silu", conv_bias=True),
     ]
 

@@ -49,7 +49,7 @@ LAYER: dict[str, tuple[Any, ...]] = {
     "conv": ("none", "silu", "identity"),
     "conv_width": (4, 3, 2),
     "conv_bias": (False, True),
-    "conv_window": ("ring", "shifted"),
+    "conv_window": ("ring", "shifted", "dims_first"),
 }
 # What a kernel of rings has besides, of contracts and of calls.
 RING: dict[str, tuple[Any, ...]] = {"ring": (16, 32), "ring_dtype": ("fp32", "bf16")}
@@ -125,7 +125,7 @@ def _plain(draw: dict[str, Any]) -> dict[str, Any]:
         draw["norm_weight_dtype"] = "fp32"
     if draw.get("conv") == "none":
         draw.update({name: LAYER[name][0] for name in ("conv_width", "conv_bias", "conv_window")})
-    if draw.get("conv_window") == "shifted" and draw["op_and_gate"][0] == "kda_decode":
+    if draw.get("conv_window", "ring") != "ring" and draw["op_and_gate"][0] == "kda_decode":
         # a window that is shifted has one reader
         draw["group"] = 1
     if draw["op_and_gate"][1] == "log":

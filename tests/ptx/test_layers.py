@@ -79,6 +79,8 @@ ROWS = [
         pdl="state",
     ),
     row(RAGGED.replace(conv_window="shifted"), 2, LENGTHS, threads=256),
+    row(Contract(**STEP, **SLOTS, conv_window="dims_first"), 2, threads=256, row=True),
+    row(Contract(**STEP, conv_window="dims_first", conv_width=2), 3),
 ]
 
 

@@ -43,6 +43,15 @@ CONTRACTS = {
         mode="frozen",
         conv_window="shifted",
     ),
+    "dims first, slots": Contract(
+        **BASE,
+        conv="silu",
+        tokens=3,
+        intermediate="slots",
+        accepted=True,
+        mode="frozen",
+        conv_window="dims_first",
+    ),
     "convolution, tokens": Contract(**BASE, conv="silu", tokens=3),
     "convolution, slots": Contract(
         **BASE, conv="silu", tokens=3, intermediate="slots", accepted=True, mode="frozen"

@@ -129,6 +129,23 @@ class Layer {
     char* row(int64_t slot, int64_t place, int64_t j) const {
       return state.at(slot, ring ? ((place + j) % rows + rows) % rows : place + j);
     }
+    // `vec` channels of a row, from the i-th on.
+    template <class E>
+    F load_row(int64_t slot, int64_t place, int64_t j, int64_t i) const {
+      const E* from = reinterpret_cast<const E*>(row(slot, place, j));
+      if (state.stride[2] == 1) return load<vec>(from + i);
+      E channels[vec];
+      for (int n = 0; n < vec; n++) channels[n] = from[(i + n) * state.stride[2]];
+      return load<vec>(channels);
+    }
+    template <class E>
+    void store_row(int64_t slot, int64_t place, int64_t j, int64_t i, F x) const {
+      E* to = reinterpret_cast<E*>(row(slot, place, j));
+      if (state.stride[2] == 1) return store<vec>(to + i, x);
+      E channels[vec];
+      store<vec>(channels, x);
+      for (int n = 0; n < vec; n++) to[(i + n) * state.stride[2]] = channels[n];
+    }
     // Where a request's window begins: a ring behind it, a shifted one at its oldest row.
     int64_t place_of(const Call& c, int64_t n) const {
       if (ring) return std::min(std::max<int64_t>(position.index(n), 0), rows - 1);
@@ -143,10 +160,11 @@ class Layer {
     w.D = 2 * c.H * Setting::K + c.HV * c.V;
     w.width = -1;
     w.mixed = given.tensor(MIXED, floating, "[B, T, D]", {&batch, &c.T, &w.D}, true);
-    w.state = given.tensor(CONV_STATE, w.mixed.type, "[slots, rows, D]", {&slots, nullptr, &w.D}, true);
+    // rows of a ring are contiguous; a shifted window may have a channel's rows side by side
+    w.ring = given.has(CONV_POSITION);
+    w.state = given.tensor(CONV_STATE, w.mixed.type, "[slots, rows, D]", {&slots, nullptr, &w.D}, w.ring);
     const Tensor weight = given.tensor(CONV_WEIGHT, w.mixed.type, "[D, width]", {&w.D, &w.width});
     if (given.has(CONV_BIAS)) w.bias = given.tensor(CONV_BIAS, w.mixed.type, "[D]", {&w.D}, true);
-    w.ring = given.has(CONV_POSITION);
     if (w.ring) w.position = given.tensor(CONV_POSITION, int32, "[B]", {&c.N});
     w.rows = w.state.size[1];
     const int64_t tokens = c.ragged ? Setting::tokens : c.T;
@@ -196,11 +214,11 @@ class Layer {
       F x[4];
       for (int64_t j = 0; j < old; j++) {
         const int64_t row = w.ring ? j - old : j;
-        x[j] = slots.read < 0 ? F{} : load<vec>(reinterpret_cast<const E*>(w.row(slots.read, place, row)) + i);
+        x[j] = slots.read < 0 ? F{} : w.template load_row<E>(slots.read, place, row, i);
       }
       // read before it is written: in one slot or in two
       for (int64_t j = 1; !w.ring && drafts && keeps && j < old; j++) {
-        store<vec>(reinterpret_cast<E*>(w.row(slots.write, 0, j - 1)) + i, x[j]);
+        w.template store_row<E>(slots.write, 0, j - 1, i, x[j]);
       }
       for (int64_t t = 0; t < r.tokens; t++) {
         F y = load<vec>(w.taps + w.width * w.D + i);
@@ -210,12 +228,12 @@ class Layer {
         E rounded[vec];
         store<vec>(rounded, y);
         store<vec>(to + t * w.D + i, load<vec>(rounded));
-        if (keeps && w.ring) store<vec>(reinterpret_cast<E*>(w.row(slots.write, place, t)) + i, x[old]);
-        if (keeps && !w.ring && drafts) store<vec>(reinterpret_cast<E*>(w.row(slots.write, 0, old - 1 + t)) + i, x[old]);
+        if (keeps && w.ring) w.template store_row<E>(slots.write, place, t, i, x[old]);
+        if (keeps && !w.ring && drafts) w.template store_row<E>(slots.write, 0, old - 1 + t, i, x[old]);
         for (int64_t j = 0; j < old; j++) x[j] = x[j + 1];
       }
       for (int64_t j = 0; !w.ring && !drafts && keeps && j < old; j++) {
-        store<vec>(reinterpret_cast<E*>(w.row(slots.write, 0, j)) + i, x[j]);
+        w.template store_row<E>(slots.write, 0, j, i, x[j]);
       }
     }
   }
