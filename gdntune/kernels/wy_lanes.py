@@ -50,16 +50,21 @@ class WYLanes(decode.Decode):
             ]
         ]
 
+    @property
+    def each(self) -> int:
+        """Sums over q and k that a warp takes where they are shared out, rounded up to a power of two."""
+        return 1 << (-(-len(self.pairs) // self.warps) - 1).bit_length()
+
     @cute.jit
-    def read_keys(self, source, target, ni, t0, length, hq, lane):
+    def read_keys(self, source, target, length, hq, lane):
         """Issues the loads of a thread's key positions of every token; what is no token is zero."""
         for t in cutlass.range_constexpr(self.T):
             if const_expr(self.ragged):
                 target[t, None].fill(0)
                 if t < length:
-                    self.read_row(source[ni, t0 + t, hq, None], target[t, None], lane)
+                    self.read_row(source[0, t, hq, None], target[t, None], lane)
             else:
-                self.read_row(source[ni, t0 + t, hq, None], target[t, None], lane)
+                self.read_row(source[0, t, hq, None], target[t, None], lane)
 
     @cute.jit
     def read_row(self, source, target, lane):
@@ -103,7 +108,7 @@ class WYLanes(decode.Decode):
 
     @cute.jit
     def dots(self, fk, fq, chosen: cutlass.Constexpr, sums):
-        """The chosen sums over q and k, each at its place among the chosen."""
+        """A thread's part of the chosen sums over q and k, each at its place among the chosen."""
         for p in cutlass.range_constexpr(len(chosen)):
             _, x, tx, y, ty = const_expr(chosen[p])
             total = F32(0.0)
@@ -112,27 +117,50 @@ class WYLanes(decode.Decode):
                 b = fk[ty, j] if const_expr(y == "k") else fq[ty, j]
                 total += a * b
             sums[p] = total
-        self.over_lanes(sums, len(chosen))
+
+    @cute.jit
+    def shared_out(self, sums, n: cutlass.Constexpr, lane):
+        """Sums n values, a power of two, over the threads of a row; each ends with its own of them, in front.
+
+        At each step a thread gives away half of what it has: n shuffles where all sums in every thread take n log2(lanes).
+        """
+        for s in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+            distance = const_expr(self.lanes >> (s + 1))
+            half = const_expr(n >> (s + 1))
+            if const_expr(half):
+                upper = (lane & distance) != 0
+                for i in cutlass.range_constexpr(half):
+                    low, high = sums[i], sums[half + i]
+                    given = cutlass.select_(upper, low, high)
+                    sums[i] = cutlass.select_(upper, high, low) + self.across(given, distance)
+            else:
+                sums[0] = sums[0] + self.across(sums[0], distance)
 
     @cute.jit
     def gram(self, fk, fq, sG, tid):
         """All sums over q and k: by each group of lanes for itself, or a part of them by each warp."""
         g = cute.make_rmem_tensor((self.T * self.line,), F32)
         if const_expr(self.shared):
+            n, lane = const_expr(self.each), tid % self.lanes
+            own = const_expr(max(1, n // self.lanes))
+            # alike in a warp, and known to be: else each shuffle below is compiled for a warp that is divided, too
+            warp = cute.arch.make_warp_uniform(tid // 32)
+            sums = cute.make_rmem_tensor((n,), F32)
+            sums.fill(0.0)
             for w in cutlass.range_constexpr(self.warps):
-                if tid // 32 == w:
-                    chosen = const_expr(self.pairs[w :: self.warps])
-                    sums = cute.make_rmem_tensor((max(1, len(chosen)),), F32)
-                    self.dots(fk, fq, chosen, sums)
-                    if tid % 32 == 0:
-                        for p in cutlass.range_constexpr(len(chosen)):
-                            sG[chosen[p][0]] = sums[p]
+                if warp == w:
+                    self.dots(fk, fq, self.pairs[w :: self.warps], sums)
+            self.shared_out(sums, n, lane)
+            if tid % 32 < self.lanes and lane % (self.lanes * own // n) == 0:
+                for e in cutlass.range_constexpr(own):
+                    sG[warp * n + lane * n // self.lanes + e] = sums[e]
             cute.arch.sync_threads()
             for p in cutlass.range_constexpr(len(self.pairs)):
-                g[self.pairs[p][0]] = sG[self.pairs[p][0]]
+                g[self.pairs[p][0]] = sG[p % self.warps * n + p // self.warps]
         else:
             sums = cute.make_rmem_tensor((len(self.pairs),), F32)
             self.dots(fk, fq, self.pairs, sums)
+            self.over_lanes(sums, len(self.pairs))
             for p in cutlass.range_constexpr(len(self.pairs)):
                 g[self.pairs[p][0]] = sums[p]
         return g
@@ -165,6 +193,9 @@ class WYLanes(decode.Decode):
         # the state's address waits for this: nothing may be computed before it that does not serve it
         cute.arch.sync_warp()
         ni, t0, length = self.span_of(n, cu_seqlens, tokens)
+        # Once for all tokens: where a ragged request begins is known late, how far apart its tokens are is not.
+        q, k, v, output = (cute.domain_offset((ni, t0, 0, 0), x) for x in (q, k, v, output))
+        a, b = (cute.domain_offset((ni, t0, 0), x) for x in (a, b))
         A = F32(0.0) if const_expr(A_log is None) else A_log[hv].to(F32)
         bias = F32(0.0) if const_expr(dt_bias is None) else dt_bias[hv].to(F32)
         keys = cute.make_layout((T, RK), stride=(RK, 1))
@@ -174,10 +205,10 @@ class WYLanes(decode.Decode):
         # lane t of each four has token t's gates
         ga = F32(0.0)
         gb = F32(0.0)
-        if const_expr(self.pdl != "state"):
-            ga, gb = self.read_inputs(
-                q, k, v, a, b, ni, t0, length, hq, hv, row0, wl, lane, rk, rq, rv
-            )
+        # of ragged requests these wait for memory as long as the state does, which is one load: it goes first
+        late = const_expr(self.ragged or self.pdl == "state")
+        if const_expr(not late):
+            ga, gb = self.read_inputs(q, k, v, a, b, length, hq, hv, row0, wl, lane, rk, rq, rv)
         # Loads do not move across this; without it the compiler sinks them below the branch.
         cute.arch.sync_warp()
         if const_expr(self.intermediate == "slots"):
@@ -192,17 +223,16 @@ class WYLanes(decode.Decode):
             tile = cute.make_layout((RV, RK), stride=(RK, 1))
             raw = cute.make_rmem_tensor(tile, self.state_dtype)
             self.copy_rows(state[Int64(slot), hv, None, None], raw, row0, lane, False)
-            if const_expr(self.pdl == "state"):
+            if const_expr(late):
+                cute.arch.sync_warp()
                 self.await_producer("state")
-                ga, gb = self.read_inputs(
-                    q, k, v, a, b, ni, t0, length, hq, hv, row0, wl, lane, rk, rq, rv
-                )
+                ga, gb = self.read_inputs(q, k, v, a, b, length, hq, hv, row0, wl, lane, rk, rq, rv)
             # what follows does not move across this: it would wait for k before the state is asked for
             cute.arch.sync_warp()
             sG = None
             if const_expr(self.shared):
                 sG = SmemAllocator().allocate_tensor(
-                    F32, cute.make_layout((T * self.line,), stride=(1,)), 16
+                    F32, cute.make_layout((self.warps * self.each,), stride=(1,)), 16
                 )
             fk = cute.make_rmem_tensor(keys, F32)
             fq = cute.make_rmem_tensor(keys, F32)
@@ -261,7 +291,7 @@ class WYLanes(decode.Decode):
                     x[t] = u * ik[t]
                     w[t * RV + i] = x[t]
                     ro[t * RV + i] = (y + x[t] * g[t * self.line + 1 + T + t]) * iq[t]
-            self.write_outputs(ro, output, ni, t0, length, hv, row0, lane)
+            self.write_outputs(ro, output, length, hv, row0, lane)
             for t in cutlass.range_constexpr(T):
                 for i in cutlass.range_constexpr(RV):
                     for j in cutlass.range_constexpr(RK):
@@ -281,34 +311,37 @@ class WYLanes(decode.Decode):
                     self.store_rows(state[Int64(write_slot), hv, None, None], fh, row0, lane)
         else:
             self.await_producer("state")
-            self.zero_rows(output, ni, t0, length, hv, vt * self.tile_v, tid)
+            self.zero_rows(output, Int32(0), Int32(0), length, hv, vt * self.tile_v, tid)
 
     @cute.jit
-    def read_inputs(self, q, k, v, a, b, ni, t0, length, hq, hv, row0, wl, lane, rk, rq, rv):
+    def read_inputs(self, q, k, v, a, b, length, hq, hv, row0, wl, lane, rk, rq, rv):
         """Issues the loads of this thread's share of q, k and v; gives the gates of token wl % 4."""
-        self.read_keys(k, rk, ni, t0, length, hq, lane)
-        self.read_keys(q, rq, ni, t0, length, hq, lane)
-        ga = F32(0.0)
-        gb = F32(0.0)
+        mine = (0, wl % 4, hv)
+        a, b = cute.domain_offset(mine, a), cute.domain_offset(mine, b)
+        ra = F32(0.0).to(a.element_type)
+        rb = F32(0.0).to(b.element_type)
         if wl % 4 < length:
-            ga = a[ni, t0 + wl % 4, hv].to(F32)
-            gb = b[ni, t0 + wl % 4, hv].to(F32)
+            ra = a[0, 0, 0]
+        if wl % 4 < length:
+            rb = b[0, 0, 0]
+        self.read_keys(k, rk, length, hq, lane)
+        self.read_keys(q, rq, length, hq, lane)
         for t in cutlass.range_constexpr(self.T):
             if const_expr(self.ragged):
                 rv[t, None].fill(0)
                 if t < length:
-                    self.read_values(v, rv, ni, t0, t, hv, row0)
+                    self.read_values(v, rv, t, hv, row0)
             else:
-                self.read_values(v, rv, ni, t0, t, hv, row0)
-        return ga, gb
+                self.read_values(v, rv, t, hv, row0)
+        return ra.to(F32), rb.to(F32)
 
     @cute.jit
-    def read_values(self, v, rv, ni, t0, t: cutlass.Constexpr, hv, row0):
-        values = cute.local_tile(v[ni, t0 + t, hv, None], (self.RV,), (row0 // self.RV,))
+    def read_values(self, v, rv, t: cutlass.Constexpr, hv, row0):
+        values = cute.local_tile(v[0, t, hv, None], (self.RV,), (row0 // self.RV,))
         cute.autovec_copy(values, rv[t, None])
 
     @cute.jit
-    def write_outputs(self, ro, output, ni, t0, length, hv, row0, lane):
+    def write_outputs(self, ro, output, length, hv, row0, lane):
         """Lane l of a row's threads writes the l-th of the group's outputs: one store for as many as there are lanes."""
         n = const_expr(self.T * self.RV)
         for r in cutlass.range_constexpr(-(-n // self.lanes)):
@@ -320,7 +353,7 @@ class WYLanes(decode.Decode):
             at = r * self.lanes + lane
             t = at // self.RV
             if lane < here and t < length:
-                output[ni, t0 + t, hv, row0 + at % self.RV] = x.to(output.element_type)
+                output[0, t, hv, row0 + at % self.RV] = x.to(output.element_type)
 
 
 def compile(facts: dict, knobs: dict, options: str, prefix: str):

@@ -65,7 +65,10 @@ def exact(c: Contract) -> Facts:
 
 def block(c: Contract, s: Knobs) -> Block:
     """Threads, and the shared memory that the kernel's allocations add up to."""
-    return Block(s.threads, 4 * c.tokens * (2 * c.tokens + 1) if s.shared else 0)
+    # sums over q and k: of each warp its share, rounded up to a power of two
+    warps = s.threads // 32
+    each: int = 1 << (-(-c.tokens * (c.tokens + 2) // warps) - 1).bit_length()
+    return Block(s.threads, 4 * warps * each if s.shared else 0)
 
 
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
