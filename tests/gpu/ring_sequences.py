@@ -28,7 +28,7 @@ import gdntune
 from gdntune.checking.reference import DTYPES, gates, normalised, recurrence
 from gdntune.problem import Contract, Problem
 
-H, HV = 1, 2
+B, H, HV = 2, 1, 2
 # Of a relative error: what fp32 arithmetic on terms of bf16 may cost, as in a sweep's checks.
 ROUNDOFF = 64 * 2.0**-24
 # A ring's error over sequential decode's: in the mean, and of the worst sequence, which is chance.
@@ -318,7 +318,6 @@ def chunks(steps: Steps, many: int, seed: int):
 
 def drifts(steps: int, device: str, seed: int = 0, contracts: list[Contract] | None = None) -> bool:
     """Whether no ring drifts beyond sequential decode in its dtype; a table at 10, 100, ... steps."""
-    B = 2
     ways = Steps(contracts or DRIFTS, B, device, seed)
     if device == "cuda":
         ways.capture()
