@@ -21,6 +21,7 @@ Norm = Literal["none", "silu", "sigmoid"]
 Conv = Literal["none", "identity", "silu"]
 Window = Literal["ring", "shifted", "dims_first"]
 RingDType = Literal["fp32", "bf16"]
+Rounding = Literal["nearest", "stochastic"]
 
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 MAX_TOKENS = 16
@@ -64,6 +65,8 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
         32; 0: there is no ring, each call writes the state. The tokens of a call are drafts then:
         they are appended, and count as nothing until a later call's `ring_count` says so.
     ring_dtype: of the corrections u; k is kept in the inputs' dtype, decays in fp32.
+    ring_rounding: of a state where a ring is folded into it: to `nearest`, or up or down at random
+        in proportion (`stochastic`), by a seed on the device.
     """
 
     op: Op = "gdn_decode"
@@ -92,6 +95,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
     conv_window: Window = "ring"
     ring: int = 0
     ring_dtype: RingDType = "fp32"
+    ring_rounding: Rounding = "nearest"
 
     @property
     def layer(self) -> bool:
@@ -139,6 +143,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
 
 # What came after the first tables and journals, at its defaults, the newest first.
 _LATER = (
+    b',"ring_rounding":"nearest"',
     b',"ring":0,"ring_dtype":"fp32"',
     b',"norm":"none","norm_weight_dtype":"fp32","conv":"none","conv_width":4,"conv_bias":false,'
     b'"conv_window":"ring"',
@@ -227,7 +232,10 @@ def contract_fault(c: Any) -> str | None:
 def _ring_fault(c: Contract) -> str | None:
     """Why a contract's ring is not legal, or none of ours."""
     if c.ring == 0:
-        return None if c.ring_dtype == "fp32" else "ring_dtype with ring=0: leave it out"
+        usual = (c.ring_dtype, c.ring_rounding) == ("fp32", "nearest")
+        return None if usual else "ring_dtype or ring_rounding with ring=0: leave them out"
+    if c.ring_rounding != "nearest" and c.state_dtype == "fp32":
+        return "ring_rounding='stochastic' with state_dtype='fp32': nothing is rounded to 16 bits"
     if c.ring not in RINGS:
         return f"ring={c.ring}: expected 0 (none) or one of {listed(RINGS)}"
     if c.layer:

@@ -230,6 +230,9 @@ class Truth:
             ),
             _Part.of("state", t.state_from, t.states, t.state_tokens, before.state.dtype),
         ]
+        if c.ring_rounding == "stochastic":
+            # either neighbour is right
+            self.parts[-1].half *= 2
         if t.intermediate_from is not None and before.intermediate is not None:
             kept = before.intermediate.dtype
             self.parts.append(

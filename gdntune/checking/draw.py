@@ -208,8 +208,11 @@ def draw_ring(draw: Draw, problem: Problem, options: Options, slots: int) -> dic
     decay = kept(torch.float32, problem.HV, rows, *per_key)
     decay.uniform_(0.5, 1.0, generator=draw.generator)
     least = c.ring + 1 if options.flush_min is None else options.flush_min
+    seed = None
+    if c.ring_rounding == "stochastic":
+        seed = torch.tensor([1, 2], dtype=torch.int32, device=k.device)
     return {
-        "ring_k": k, "ring_u": u, "ring_decay": decay, "flush_min": least,
+        "ring_seed": seed, "ring_k": k, "ring_u": u, "ring_decay": decay, "flush_min": least,
         "append": int(options.append),
     }  # fmt: skip
 

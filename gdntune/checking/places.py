@@ -59,6 +59,7 @@ class Given:
     ring_decay: Tensor | None = None
     ring_base: Tensor | None = None
     ring_count: Tensor | None = None
+    ring_seed: Tensor | None = None
     flush_min: int = 0
     append: int = 1
 

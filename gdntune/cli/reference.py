@@ -74,6 +74,8 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "ring": "corrections that are kept at most before the state is written: 16 or 32; 0: no"
         " ring, the state is written at once",
         "ring_dtype": "of the corrections, fp32 or bf16",
+        "ring_rounding": "of a state where a ring is folded into it: nearest, or stochastic by a"
+        " seed",
     },
     "`policy`": {
         "timer": "how a call is timed; auto is CUPTI on CUDA where it works, else CUDA events",

@@ -16,8 +16,9 @@ _UNUSED = {"tile_v": 32, "ilp": 1, "ahead": False, "around": False}
 def source(facts: Mapping[str, Any], knobs: Mapping[str, Any], name: str) -> str:
     """The C++ of one object: the setting, and the function that tvm_ffi finds as `name`."""
     inner = cpu_recurrent.source(facts, {**knobs, **_UNUSED}, name)
+    at_random = str(facts["ring_rounding"] == "stochastic").lower()
     return inner.replace('"decode.h"', '"ring.h"').replace(
-        "Decode<Setting>", f"Ring<Setting, {facts['ring']}>"
+        "Decode<Setting>", f"Ring<Setting, {facts['ring']}, {at_random}>"
     )
 
 

@@ -17,7 +17,7 @@ class Knobs:
 
 def facts(c: Contract) -> Facts:
     """What an object is compiled for; the dtype of u its tensor tells."""
-    return {**cpu_recurrent_config.facts(c), "ring": c.ring}
+    return {**cpu_recurrent_config.facts(c), "ring": c.ring, "ring_rounding": c.ring_rounding}
 
 
 def refuse(c: Contract, s: Knobs) -> str | None:

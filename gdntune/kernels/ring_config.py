@@ -51,6 +51,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
     if c.op != "gdn_decode":
         return f"op={c.op}: expected gdn_decode, whose decay is one a head"
+    if c.ring_rounding != "nearest":
+        return f"ring_rounding={c.ring_rounding}: expected nearest"
     if c.input_dtype == "fp32":
         return "input_dtype=fp32: keys are one or two terms of bf16, expected bf16 or fp16"
     if s.shared and (c.layout != "k_last" or s.passes > 1 or s.threads != 32 * s.warps):

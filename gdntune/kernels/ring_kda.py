@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from gdntune.kernels import decode
+from gdntune.kernels import decode, rounding
 from gdntune.kernels.recurrent import Block, Operands, Options, Recurrent, Thread, widen
 
 F32 = Float32
@@ -65,10 +65,12 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """Where the state goes where the ring is folded: the slot's head."""
+    """Where the state goes where the ring is folded: the slot's head. at: these two; seed [2]: to round it at random, else None."""
 
     state: Any
     folds: Any
+    at: Any
+    seed: Any
 
 
 class RingKDA(Recurrent):
@@ -78,6 +80,7 @@ class RingKDA(Recurrent):
         # a loop over the tokens of any call: also of one
         super().__init__({**facts, "tokens": max(2, facts["tokens"])}, {**FIXED, **knobs})
         self.ring, self.u_dtype = facts["ring"], decode.DTYPES[facts["ring_dtype"]]
+        self.at_random = facts["ring_rounding"] == "stochastic"
         self.keys_each = -(-self.K // self.threads)
         self.rows_each = -(-self.ring * self.tile_v // self.threads)
 
@@ -87,6 +90,19 @@ class RingKDA(Recurrent):
         scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
         null_index: Int32, use_qk_l2norm: Int32, ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min: Int32, append: Int32,
         stream: CUstream,
+    ):  # fmt: skip
+        self.gated_delta_rule_ring_seeded(
+            state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
+            scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm,
+            ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min, append, None, stream,
+        )  # fmt: skip
+
+    @cute.jit
+    def gated_delta_rule_ring_seeded(
+        self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
+        scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
+        null_index: Int32, use_qk_l2norm: Int32, ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min: Int32, append: Int32,
+        ring_seed, stream: CUstream,
     ):  # fmt: skip
         HV = v.shape[2]
         heads = cute.FastDivmodDivisorV2(HV // q.shape[2])
@@ -98,7 +114,7 @@ class RingKDA(Recurrent):
             scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm,
             self.view(ring_k, 3, None), self.view(ring_u, 3, None), self.view(ring_decay, 3, None),
             self.view(ring_base, 1), self.view(ring_count, 1), flush_min, append,
-            heads, state.shape[0], q.shape[1], ring_u.shape[2], A_shared, dt_shared,
+            heads, state.shape[0], q.shape[1], ring_u.shape[2], A_shared, dt_shared, ring_seed,
         ).launch(
             grid=(self.V // self.tile_v, HV, output.shape[0]), block=(self.threads, 1, 1), stream=stream,
             min_blocks_per_mp=self.resident, preferred_smem_carveout=100 if self.resident else None,
@@ -198,6 +214,31 @@ class RingKDA(Recurrent):
                     fh[i, j] = fh[i, j] + x[i] * fk[j]
 
     @cute.jit
+    def store_folded(self, goal: Goal, fh, row0, lane):
+        """Rounds a thread's fp32 state and writes it to the head's state."""
+        if const_expr(self.at_random):
+            n = const_expr(self.RV * self.RK)
+            flat = cute.make_layout((n,))
+            values = cute.make_rmem_tensor((n,), F32)
+            raw = self.fragment(self.state_dtype)
+            # as they lie in registers, where fh goes on as it is
+            for e in cutlass.range_constexpr(n):
+                values[e] = cute.make_tensor(fh.iterator, flat)[e]
+            # of a row's first thread the counters of n elements, then of the next one's
+            counter = (row0 * self.shares + lane) * (n // rounding.EACH)
+            rounding.at_random(
+                values,
+                cute.make_tensor(raw.iterator, flat),
+                counter,
+                *goal.at,
+                goal.seed[0],
+                goal.seed[1],
+            )
+            self.copy_rows(goal.state, raw, row0, lane, True)
+        else:
+            self.store_rows(goal.state, fh, F32(1.0), row0, lane)
+
+    @cute.jit
     def token(self, fh, rv, token, inverse, unit, thread, o, kept, keeps):
         """One token on the elements in fh, as `advance`; its corrections over |k| to `kept`, if it `keeps` them."""
         fq, fk, fg, _, beta, kq = token
@@ -254,7 +295,7 @@ class RingKDA(Recurrent):
                     self.copy_rows(source, raw, following, thread.lane, False)
             self.fold(fh, replay, fk, e.live.count, row, thread.lane)
             if goal.folds:
-                self.store_rows(goal.state, fh, F32(1.0), row0, thread.lane)
+                self.store_folded(goal, fh, row0, thread.lane)
             for t in cutlass.range(block.length, unroll=1):
                 self.read_key(stage.q[t, None], fq, thread.lane)
                 self.read_key(stage.k[t, None], fk, thread.lane)
@@ -272,7 +313,7 @@ class RingKDA(Recurrent):
         self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, output,
         scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
         null_index: Int32, use_qk_l2norm: Int32, ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min: Int32, append: Int32,
-        heads: cute.FastDivmodDivisorV2, slots: Int32, tokens: Int32, ring_rows: Int32, A_shared, dt_shared,
+        heads: cute.FastDivmodDivisorV2, slots: Int32, tokens: Int32, ring_rows: Int32, A_shared, dt_shared, ring_seed,
     ):  # fmt: skip
         x = Operands(
             state,
@@ -356,10 +397,22 @@ class RingKDA(Recurrent):
             self.fill_replay(keys, u, replay, tid)
             cute.arch.sync_threads()
             folds = window.count >= cutlass.min(flush_min, self.ring + 1 - tokens)
-            goal = Goal(state[Int64(write_slot), hv, None, None], folds and writes)
+            goal = Goal(
+                state[Int64(write_slot), hv, None, None],
+                folds and writes,
+                (hv, write_slot),
+                ring_seed,
+            )
             self.run_rows(x, options, block, thread, raw, source, stage, replay, e, goal)
         else:
             self.zero_rows(output, n, Int32(0), tokens, hv, block.v0, tid)
+
+
+def seed_of(facts: dict) -> list:
+    """A stand-in for the seed, where the contract has one."""
+    if facts["ring_rounding"] != "stochastic":
+        return []
+    return [make_fake_tensor(Int32, (2,), (1,), assumed_align=4)]
 
 
 def fakes(facts: dict, tensors: list) -> list:
@@ -394,7 +447,9 @@ def compile(facts: dict, knobs: dict, options: str, prefix: str):
     tensors = decode.fakes(facts)
     scalars = [F32(1.0)] * 5 + [Int32(-1), Int32(1)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    seed = seed_of(facts)
+    entry = ring.gated_delta_rule_ring_seeded if seed else ring.gated_delta_rule_ring
     return cute.compile(
-        ring.gated_delta_rule_ring, *tensors, *scalars, *fakes(facts, tensors), Int32(1), Int32(1), stream,
+        entry, *tensors, *scalars, *fakes(facts, tensors), Int32(1), Int32(1), *seed, stream,
         options=f"--enable-tvm-ffi {options}",
     )  # fmt: skip

@@ -30,12 +30,14 @@ def _tokens(c: Contract) -> int:
 
 def facts(c: Contract) -> Facts:
     """What an object is compiled for; of one token as of up to four."""
-    return {**decode_facts(c), "tokens": _tokens(c), "ring": c.ring, "ring_dtype": c.ring_dtype}
+    own = {name: getattr(c, name) for name in ("ring", "ring_dtype", "ring_rounding")}
+    return {**decode_facts(c), "tokens": _tokens(c), **own}
 
 
 def _inner(c: Contract) -> Contract:
     """The contract that `recurrent` would serve in its place."""
-    return c.replace(ring=0, ring_dtype="fp32", tokens=max(c.tokens, 2))
+    plain = {"ring": 0, "ring_dtype": "fp32", "ring_rounding": "nearest"}
+    return c.replace(**plain, tokens=max(c.tokens, 2))
 
 
 def _recurrent(s: Knobs) -> recurrent_config.Knobs:
@@ -48,6 +50,9 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return f"op={c.op}: expected kda_decode, whose decays are one a key"
     if fault := recurrent_config.refuse(_inner(c), _recurrent(s)):
         return fault
+    held = recurrent_config.held_elements(_inner(c), _recurrent(s))
+    if c.ring_rounding == "stochastic" and held % 8:
+        return f"ring_rounding=stochastic with {held} elements a thread: expected a multiple of 8"
     shared = block(c, s).shared_bytes
     # of what any architecture has without asking
     if shared > 48 * 1024:

@@ -48,6 +48,9 @@ A kernel of rings (`Kernel.ring`) serves the contracts with a ring, and takes be
     ring_base, ring_count   [B] int32: a request's live entries are ring_count[n] rows from
         ring_base[n] on, cyclically; clamped to 0..rows-1 and 0..min(ring, rows)
     flush_min, append   int32
+    ring_seed     [2] int32, with ring_rounding=stochastic alone: the key of Philox-4x32, whose
+        counter is of a kernel's own: the slot that is written, the head and the place in it, so
+        that a request's numbers do not hang on its batch
 
 rows is ring + T or more. The call starts from the slot's state with its live entries folded in.
 Where these are flush_min or more, or T more would not fit into `ring`, that state is written to the
@@ -86,7 +89,8 @@ Facts = Mapping[str, Any]
 def arguments_of(contract: Contract) -> list[str]:
     """The names of what a contract's decode kernels are called with, in order."""
     more = LAYER_ARGUMENTS if contract.layer else RING_ARGUMENTS if contract.ring else ()
-    return [*DECODE_ARGUMENTS, *more]
+    seed = ("ring_seed",) if contract.ring_rounding == "stochastic" else ()
+    return [*DECODE_ARGUMENTS, *more, *seed]
 
 
 def knob(tag: str, doc: str, **kw: Any) -> Any:

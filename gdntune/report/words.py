@@ -57,6 +57,7 @@ def contract_rest(c: Contract) -> str:
         "conv_window": "windows shifted" + ", dims first" * (c.conv_window == "dims_first"),
         "ring": f"a ring of {c.ring}",
         "ring_dtype": f"u {c.ring_dtype}",
+        "ring_rounding": f"{c.ring_rounding} rounding",
     }
     return ", ".join(
         words for name, words in said.items() if getattr(c, name) != getattr(usual, name)

@@ -251,6 +251,8 @@ def expected_shapes(
         yield "ring_decay", (slots, HV, "rows", *((c.K,) if c.op == "kda_decode" else ()))
         yield "ring_base", (B,)
         yield "ring_count", (B,)
+        if c.ring_rounding == "stochastic":
+            yield "ring_seed", (2,)
     if c.conv != "none":
         D = 2 * H * c.K + HV * c.V
         yield "mixed_qkv", (N, T, D)
@@ -338,7 +340,9 @@ def _window_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
 def _ring_faults(c: Contract, arguments: dict[str, Any]) -> Iterator[str]:
     """What is wrong with a ring beside shapes."""
     kinds = {"ring_k": arguments["q"].dtype, "ring_decay": torch.float32}
-    kinds |= {"ring_base": torch.int32, "ring_count": torch.int32}
+    kinds |= dict.fromkeys(("ring_base", "ring_count"), torch.int32)
+    if c.ring_rounding == "stochastic":
+        kinds["ring_seed"] = torch.int32
     for name, dtype in kinds.items():
         if arguments[name] is not None and arguments[name].dtype != dtype:
             yield f"{name} has dtype {arguments[name].dtype}: expected {dtype}"

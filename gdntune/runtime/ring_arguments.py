@@ -20,6 +20,7 @@ class Rings:
     ring_decay: Any
     ring_base: Any
     ring_count: Any
+    ring_seed: Any
     capacity: Any
     flush_min: Any
     append: Any
@@ -34,9 +35,15 @@ class Rings:
         return {name: getattr(self, name) for name in RING_ARGUMENTS[:5]}
 
     @property
+    def seeds(self) -> tuple[Any, ...]:
+        """The seed, if there is one: behind the numbers."""
+        return () if self.ring_seed is None else (self.ring_seed,)
+
+    @property
     def values(self) -> tuple[Any, ...]:
         """What a compiled function takes behind a call's numbers."""
-        return (*self.tensors.values(), *numbers(self.capacity, self.flush_min, self.append))
+        found = numbers(self.capacity, self.flush_min, self.append)
+        return (*self.tensors.values(), *found, *self.seeds)
 
     def contract(self, inner: Contract) -> Contract:
         """The contract of a call whose gates and delta rule are those of another."""
@@ -47,7 +54,10 @@ class Rings:
                 f"ring_u has dtype {self.ring_u.dtype}: expected torch.float32 or torch.bfloat16"
             )
         dtype: Any = DTYPES[self.ring_u.dtype]
-        return check_contract(inner.replace(ring=self.capacity, ring_dtype=dtype))
+        rounding: Any = "nearest" if self.ring_seed is None else "stochastic"
+        return check_contract(
+            inner.replace(ring=self.capacity, ring_dtype=dtype, ring_rounding=rounding)
+        )
 
 
 def numbers(capacity: Any, flush_min: Any, append: Any) -> tuple[int, int]:

@@ -18,7 +18,7 @@ _modes = torch._C._len_torch_dispatch_stack
 
 
 def run(given: tuple[Any, ...], settings: tuple[Any, ...], ring: tuple[Any, ...]) -> Tensor:
-    """Runs a call given as plain tuples: the fields of `Tensors` and of `Rings` up to ring_count;
+    """Runs a call given as plain tuples: the fields of `Tensors` and of `Rings` up to ring_seed;
     of `Settings`; the rest of `Rings`. Returns its output.
     """
     asked = (settings, ring)
@@ -29,7 +29,7 @@ def run(given: tuple[Any, ...], settings: tuple[Any, ...], ring: tuple[Any, ...]
         if record is None:
             return _first(key, given, settings, ring)
         _, _, _, adapt, function, found, contract = record
-    tensors, rings = given[:_TENSORS], given[_TENSORS:]
+    tensors, rings, seed = given[:_TENSORS], given[_TENSORS:-1], given[-1]
     output = tensors[_OUTPUT]
     if output is None:
         output = torch.empty_like(tensors[_V], memory_format=torch.contiguous_format)
@@ -37,6 +37,8 @@ def run(given: tuple[Any, ...], settings: tuple[Any, ...], ring: tuple[Any, ...]
     if adapt is not None:
         tensors = adapt(tensors)
     values = (*tensors, *found, *rings, *numbers(*ring))
+    if seed is not None:
+        values = (*values, seed)
     try:
         function(*values)
     except (TypeError, ValueError, RuntimeError) as e:

@@ -44,6 +44,7 @@ def gated_delta_rule_verify(
     ring_decay: Tensor,
     ring_base: Tensor,
     ring_count: Tensor,
+    ring_seed: Tensor | None = None,
     A_log: Tensor | None = None,
     a: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -76,6 +77,8 @@ def gated_delta_rule_verify(
         at any stride. The caller owns them.
     ring_base, ring_count: [B] int32. Request n has ring_count[n] live entries, 0 to capacity, in
         the rows from ring_base[n] on, modulo rows; clamped to what there is. They are read alone.
+    ring_seed: [2] int32: states are rounded up or down at random in proportion where rings are
+        folded into them, by Philox with this key; each call should have another. None: to nearest.
     capacity: live entries at most, 16 or 32.
     flush_min: a request with so many live entries or more is folded, as is one to which T more do
         not fit; None: those alone. The state with its live entries goes to the slot of
@@ -103,6 +106,7 @@ def gated_delta_rule_verify(
         initial_state_indices,
         initial_state_indices if output_state_indices is None else output_state_indices,
         None, None, None, None, output, ring_k, ring_u, ring_decay, ring_base, ring_count,
+        ring_seed,
     )  # fmt: skip
     settings = (
         "gdn_decode", "raw" if g is None else "log", b is not None, False, state_layout, False,
@@ -125,6 +129,7 @@ def kda_verify(
     ring_decay: Tensor,
     ring_base: Tensor,
     ring_count: Tensor,
+    ring_seed: Tensor | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
@@ -166,6 +171,7 @@ def kda_verify(
         initial_state, q, k, v, g, beta if b is None else b, A_log, dt_bias, initial_state_indices,
         initial_state_indices if output_state_indices is None else output_state_indices,
         None, None, None, None, output, ring_k, ring_u, ring_decay, ring_base, ring_count,
+        ring_seed,
     )  # fmt: skip
     gate = "log" if A_log is None else "softplus" if lower_bound is None else "lower_bound"
     settings = (
@@ -223,6 +229,7 @@ def gated_delta_rule_commit(
     *,
     track_state_indices: Tensor | None = None,
     track_steps: Tensor | None = None,
+    ring_seed: Tensor | None = None,
     capacity: int = 16,
     state_layout: str = "k_last",
     null_block_id: int = NOBODY,
@@ -245,6 +252,8 @@ def gated_delta_rule_commit(
         token was not accepted, or the slot is padding, nothing is written. Tracked slots must
         differ from one another and from all live ones.
 
+    ring_seed: as in `gated_delta_rule_verify`.
+
     Allocates its outputs, which nobody reads. Errors are as in `gated_delta_rule_verify`.
     """
     if (track_state_indices is None) != (track_steps is None):
@@ -258,6 +267,7 @@ def gated_delta_rule_commit(
         accepted = accept_lens.to(torch.int32).clamp(min=0)
     given: dict[str, Any] = {
         "capacity": capacity, "state_layout": state_layout, "null_index": null_block_id,
+        "ring_seed": ring_seed,
         "batch_invariant": batch_invariant,
     }  # fmt: skip
     if track_state_indices is not None and track_steps is not None:
@@ -309,6 +319,7 @@ class RingState:
         caller's tensors. None for both where contract.gate is `log`.
     lower_bound: KDA's, where contract.gate is `lower_bound`.
     flush_min: from so many live entries on a request is folded; None: as late as may be.
+    seed: where contract.ring_rounding is `stochastic`: what its random numbers start from.
     null_index: a slot that is nobody's, beside every negative one.
     device: where all of it is; by default that of A_log, else the CPU.
 
@@ -325,6 +336,7 @@ class RingState:
         dt_bias: Tensor | None = None,
         lower_bound: float | None = None,
         flush_min: int | None = None,
+        seed: int = 0,
         null_index: int = NOBODY,
         device: torch.device | str | None = None,
     ):
@@ -356,6 +368,12 @@ class RingState:
         # one more, which padding writes to
         self._base, self._count = zeros(torch.int32, 2, slots + 1)
         self._row_base, self._row_count = zeros(torch.int32, 2, problem.B)
+        self._seeds: Tensor | None = None
+        if c.ring_rounding == "stochastic":
+            # a layer's own, and how many steps there were
+            own = [(seed * layers + layer) % 2**31 for layer in range(layers)]
+            self._seeds = torch.tensor([own, [0] * layers], dtype=torch.int32, device=device).mT
+            self._seeds = self._seeds.contiguous()
         self._token = _Token.of(problem.B, self.ring_k, self.ring_u, self.ring_decay)
         self._tokens = c.tokens
 
@@ -376,7 +394,8 @@ class RingState:
             self.states, self.ring_k, self.ring_u, self.ring_decay, self._base, self._count,
             self._row_base, self._row_count, *self._token,
         )  # fmt: skip
-        return sum(t.numel() * t.element_size() for t in owned)
+        seeds = () if self._seeds is None else (self._seeds,)
+        return sum(t.numel() * t.element_size() for t in (*owned, *seeds))
 
     @property
     def counts(self) -> Tensor:
@@ -403,6 +422,8 @@ class RingState:
         at = self._places(state_indices)
         torch.index_select(self._base, 0, at, out=self._row_base[:B])
         torch.index_select(self._count, 0, at, out=self._row_count[:B])
+        if self._seeds is not None:
+            self._seeds[:, 1].add_(1)
 
     def verify(
         self,
@@ -445,7 +466,8 @@ class RingState:
             "A_log": A_log, "dt_bias": dt_bias, "b" if c.beta == "logit" else "beta": b,
             "ring_k": self.ring_k[:, keys], "ring_u": self.ring_u[:, heads],
             "ring_decay": self.ring_decay[:, heads], "ring_base": self._row_base[:B],
-            "ring_count": self._row_count[:B], "capacity": c.ring, "flush_min": self.flush_min,
+            "ring_count": self._row_count[:B], "ring_seed": self._seed(layer), "capacity": c.ring,
+            "flush_min": self.flush_min,
             "state_layout": c.layout, "null_index": self.null_index, "output": output,
             "retrieve_parent_token": retrieve_parent_token, **settings,
         }  # fmt: skip
@@ -517,11 +539,14 @@ class RingState:
         c = self.problem.contract
         given = {
             "capacity": c.ring, "state_layout": c.layout, "null_index": self.null_index,
-            "batch_invariant": invariant,
+            "batch_invariant": invariant, "ring_seed": self._seed(0),
         }  # fmt: skip
         rings = (self.ring_k, self.ring_u, self.ring_decay)
         base = self._row_base[: count.shape[0]]
         _fold(self.states, rings, base, count, read, write, self._token, given)
+
+    def _seed(self, layer: int) -> Tensor | None:
+        return None if self._seeds is None else self._seeds[layer]
 
     def _keep(self, slots: Tensor, base: Tensor, count: Tensor) -> None:
         at = self._places(slots)

@@ -25,6 +25,8 @@ CONTRACTS = [
     PLAIN.replace(tokens=8, state_dtype="fp16", layout="v_last", gate="log", beta="given"),
     PLAIN.replace(input_dtype="fp32", state_dtype="fp32", V=96, tokens=16),
     PLAIN.replace(input_dtype="fp16", K=96, layout="v_last"),
+    PLAIN.replace(ring_rounding="stochastic"),
+    PLAIN.replace(ring_rounding="stochastic", state_dtype="fp16", layout="v_last", K=96),
     PLAIN.replace(op="kda_decode", gate="softplus"),
     PLAIN.replace(
         op="kda_decode", gate="lower_bound", layout="v_last", state_dtype="fp32", ring=32
@@ -88,7 +90,8 @@ def test_too_few_rows_are_refused(functions):
         ({"ragged": True}, "ragged=True"),
         ({"pool": False}, "pool=False"),
         ({"norm": "silu"}, "norm='silu'"),
-        ({"ring": 0, "ring_dtype": "bf16"}, "ring_dtype with ring=0"),
+        ({"ring": 0, "ring_dtype": "bf16"}, "ring_dtype or ring_rounding with ring=0"),
+        ({"state_dtype": "fp32", "ring_rounding": "stochastic"}, "state_dtype='fp32'"),
     ],
 )
 def test_contracts_without_a_meaning(changes, said):
@@ -136,3 +139,28 @@ def test_a_reset_ring_reads_nothing(functions):
     after = case.clone()
     functions[PLAIN](*after.arguments())
     truth.judge(after).require()
+
+
+def test_rounding_at_random_loses_nothing_in_the_mean(functions):
+    """A state that decays by a thousandth in bf16: to nearest nothing decays, at random all does in the
+    mean. Another seed rounds otherwise, the same one the same.
+    """
+    found = {}
+    for name, seed in (("nearest", 0), ("stochastic", 1), ("again", 1), ("other", 2)):
+        c = PLAIN if name == "nearest" else PLAIN.replace(ring_rounding="stochastic")
+        case = make_case(Problem(c, 4, 2, 4), "cpu", 0, padding=0.0, flush_min=0, append=False)
+        case.ring_count.fill_(1)
+        case.ring_u.zero_()
+        case.ring_k.zero_()
+        case.ring_decay.fill_(0.999)
+        if case.ring_seed is not None:
+            case.ring_seed[1] = seed
+        slots = case.read_index.long()
+        before = case.state[slots].double()
+        functions[c](*case.arguments())
+        found[name] = case.state[case.write_index.long()].double(), before
+    kept = {name: float((after / before).mean()) for name, (after, before) in found.items()}
+    assert kept["nearest"] > 0.9998
+    assert abs(kept["stochastic"] - 0.999) < 2e-4
+    assert torch.equal(found["stochastic"][0], found["again"][0])
+    assert not torch.equal(found["stochastic"][0], found["other"][0])

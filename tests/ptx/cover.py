@@ -52,7 +52,11 @@ LAYER: dict[str, tuple[Any, ...]] = {
     "conv_window": ("ring", "shifted", "dims_first"),
 }
 # What a kernel of rings has besides, of contracts and of calls.
-RING: dict[str, tuple[Any, ...]] = {"ring": (16, 32), "ring_dtype": ("fp32", "bf16")}
+RING: dict[str, tuple[Any, ...]] = {
+    "ring": (16, 32),
+    "ring_dtype": ("fp32", "bf16"),
+    "ring_rounding": ("nearest", "stochastic"),
+}
 RING_CALL: dict[str, tuple[Any, ...]] = {"flush_min": (None, 0, 8), "append": (True, False)}
 # make_case's options, plain values first
 CALL: dict[str, tuple[Any, ...]] = {

@@ -23,6 +23,7 @@ CASES = {
     "one token": GDN.replace(tokens=1),
     "kda": GDN.replace(op="kda_decode", gate="softplus"),
     "kda log": GDN.replace(op="kda_decode", gate="log", gate_dtype="fp32", tokens=8, ring=32),
+    "at random": GDN.replace(state_dtype="bf16", ring_rounding="stochastic"),
     "kda bound, v_last": GDN.replace(op="kda_decode", gate="lower_bound", layout="v_last"),
 }
 # what a machine without a compiler needs
@@ -93,6 +94,8 @@ def test_steps_are_sequential_decode(name, device):
     """
     torch.manual_seed(len(name))
     contract = CASES[name]
+    if device == "cuda" and contract.ring_rounding != "nearest":
+        pytest.skip("kernel `ring` rounds to nearest alone")
     made, parameters = rings(contract, requests=SEQUENCES, slots=SEQUENCES, device=device)
     states = [of(made, layer) for layer in range(LAYERS)]
     # of a state in bf16 a fold rounds, and so does u in bf16

@@ -12,18 +12,18 @@ namespace {
 
 // clang-format off
 enum RingArgument {
-  RING_K = ARGUMENTS, RING_U, RING_DECAY, RING_BASE, RING_COUNT, FLUSH_MIN, APPEND, RING_ARGUMENTS,
+  RING_K = ARGUMENTS, RING_U, RING_DECAY, RING_BASE, RING_COUNT, FLUSH_MIN, APPEND, RING_SEED, RING_ARGUMENTS,
 };
 constexpr const char* RING_NAMES[RING_ARGUMENTS] = {
   "state", "q", "k", "v", "a", "b", "A_log", "dt_bias", "read_index", "write_index", "slot_index", "accepted",
   "cu_seqlens", "intermediate", "output", "scale", "softplus_beta", "softplus_threshold", "lower_bound", "beta_scale",
-  "null_index", "use_qk_l2norm", "ring_k", "ring_u", "ring_decay", "ring_base", "ring_count", "flush_min", "append",
+  "null_index", "use_qk_l2norm", "ring_k", "ring_u", "ring_decay", "ring_base", "ring_count", "flush_min", "append", "ring_seed",
 };
 // clang-format on
 
 // A call's ring. Entry i of a window is at row (base + i) % rows.
 struct Entries {
-  Tensor k, u, decay, base, count;
+  Tensor k, u, decay, base, count, seed;
   int64_t rows, flush_min;
   bool append;
 };
@@ -34,7 +34,17 @@ struct Window {
   bool folds;
 };
 
-template <class Setting, int capacity>
+// Philox-4x32 with seven rounds (Salmon et al., SC 2011): four words of a counter under a key.
+inline void philox(uint32_t c[4], uint32_t x, uint32_t y) {
+  for (int round = 0; round < 7; round++) {
+    const uint64_t p = uint64_t(0xD2511F53) * c[0], q = uint64_t(0xCD9E8D57) * c[2];
+    const uint32_t next[4] = {uint32_t(q >> 32) ^ c[1] ^ x, uint32_t(q), uint32_t(p >> 32) ^ c[3] ^ y, uint32_t(p)};
+    memcpy(c, next, sizeof(next));
+    x += 0x9E3779B9, y += 0xBB67AE85;
+  }
+}
+
+template <class Setting, int capacity, bool at_random>
 class Ring : Decode<Setting> {
   using Base = Decode<Setting>;
   using State = typename Setting::State;
@@ -52,6 +62,8 @@ class Ring : Decode<Setting> {
     e.count = given.tensor(RING_COUNT, int32, "[B]", {&c.N});
     e.flush_min = std::min(int64_t(given.number(FLUSH_MIN)), capacity + 1 - c.T);
     e.append = given.number(APPEND) != 0;
+    int64_t two = 2;
+    if (at_random) e.seed = given.tensor(RING_SEED, int32, "[2]", {&two}, true);
     if (e.rows < capacity + c.T) {
       refuse("ValueError", "ring_u: %lld rows were given, expected ring + T = %lld or more", (long long)e.rows,
              (long long)(capacity + c.T));
@@ -71,12 +83,31 @@ class Ring : Decode<Setting> {
       for (int64_t k = 0; k < K; k++) to[v * K + k] = value(from + (Setting::k_last ? v * K + k : k * V + v));
     }
   }
-  static void write_state(const float* from, int64_t V, State* to) {
+  static void write_state(const Entries& e, const float* from, int64_t V, int64_t hv, int64_t slot, State* to) {
     float row[512];
     const int64_t rows = Setting::k_last ? V : K, size = Setting::k_last ? K : V;
     for (int64_t r = 0; r < rows; r++) {
       for (int64_t i = 0; i < size; i++) row[i] = from[Setting::k_last ? r * K + i : i * K + r];
+      if constexpr (at_random) {
+        for (int64_t i = 0; i < size; i += 8) draw(e, (r * size + i) / 8, hv, slot, row + i);
+      }
       for (int64_t i = 0; i < size; i += vec) store<vec>(to + r * size + i, load<vec>(row + i));
+    }
+  }
+
+  // Eight numbers up or down to ones that the state's dtype has: bits below those that it keeps are drawn and added,
+  // and cut off. Infinities and NaNs are left to the store.
+  static void draw(const Entries& e, int64_t place, int64_t hv, int64_t slot, float* x) {
+    constexpr int dropped = type_in_memory<State> == bf16 ? 16 : 13;
+    uint32_t c[4] = {uint32_t(place), uint32_t(hv), uint32_t(slot), 0};
+    philox(c, uint32_t(e.seed.index(0)), uint32_t(e.seed.index(1)));
+    for (int i = 0; i < 8; i++) {
+      uint32_t bits;
+      memcpy(&bits, x + i, sizeof(bits));
+      if ((bits & 0x7F800000) == 0x7F800000) continue;
+      bits += (c[i / 2] >> 16 * (i % 2)) & ((1u << dropped) - 1);
+      bits &= ~((1u << dropped) - 1);
+      memcpy(x + i, &bits, sizeof(bits));
     }
   }
 
@@ -142,7 +173,7 @@ class Ring : Decode<Setting> {
       spread(c, e.decay, e.decay.at(r.read, hv, row), 1, decay);
       add(S, V, decay, u, k);
     }
-    if (w.folds && r.write >= 0) write_state(S, V, reinterpret_cast<State*>(c.state.at(r.write, hv)));
+    if (w.folds && r.write >= 0) write_state(e, S, V, hv, r.write, reinterpret_cast<State*>(c.state.at(r.write, hv)));
     for (int64_t t = 0; t < c.T; t++) {
       Base::read(c.k, c.k.at(n, t, h), 1, K, k);
       Base::read(c.q, c.q.at(n, t, h), 1, K, q);
@@ -186,7 +217,7 @@ class Ring : Decode<Setting> {
  public:
   static int call(const TVMFFIAny* values, int count, TVMFFIAny* result) {
     return answer(result, [&] {
-      const Arguments given(values, count, RING_NAMES, RING_ARGUMENTS);
+      const Arguments given(values, count, RING_NAMES, at_random ? RING_ARGUMENTS : RING_SEED);
       Call c = checked<Setting>(values, ARGUMENTS);
       if (c.slots || c.ragged || c.intermediate.given || c.V > 512) {
         refuse("ValueError", "a ring with slots, cu_seqlens, intermediate states or V > 512: expected none");
