@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from gdntune.kernels import decode, gates, transpose
+from gdntune.kernels import decode, gates, rounding, transpose
 from gdntune.kernels import fragments as fr
 from gdntune.kernels.wy_block import HIGHEST_ORDER, Span, WYBlock
 from gdntune.kernels.wy_block_gdn import CHUNK, RowStage
@@ -109,6 +109,16 @@ class Mine:
     span: Any
     out: Any
     tokens: Any
+    chance: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Chance:
+    """To round a state at random: the seed, and what of a counter is the block's, its head and slot."""
+
+    seed: Any
+    head: Any
+    slot: Any
 
 
 class Ring(WYBlock):
@@ -119,6 +129,7 @@ class Ring(WYBlock):
         self.shared = knobs["shared"]
         self.ring, self.u_dtype = facts["ring"], decode.DTYPES[facts["ring_dtype"]]
         self.u_terms = TERMS_KEPT[facts["ring_dtype"]]
+        self.at_random = facts["ring_rounding"] == "stochastic"
         s = self.shape
         self.keys = KeyShape(
             s.K, s.tokens, s.vec, s.terms, s.key_terms, s.threads, entries=self.ring
@@ -153,7 +164,7 @@ class Ring(WYBlock):
         self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
         scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
         null_index: Int32, use_qk_l2norm: Int32, ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min: Int32, append: Int32,
-        stream: CUstream,
+        ring_seed, stream: CUstream,
     ):  # fmt: skip
         HV = v.shape[2]
         heads = cute.FastDivmodDivisorV2(HV // q.shape[2])
@@ -163,7 +174,7 @@ class Ring(WYBlock):
             scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm,
             self.view(ring_k, 3, None), self.view(ring_u, 3, None), self.view(ring_decay, 3, None),
             self.view(ring_base, 1), self.view(ring_count, 1), flush_min, append,
-            heads, state.shape[0], q.shape[1], ring_u.shape[2],
+            heads, state.shape[0], q.shape[1], ring_u.shape[2], ring_seed,
         ).launch(
             grid=(self.V // self.tile_v, HV, output.shape[0]), block=(self.threads, 1, 1), stream=stream,
             min_blocks_per_mp=self.resident, preferred_smem_carveout=100 if self.resident or self.shared else None,
@@ -557,7 +568,7 @@ class Ring(WYBlock):
         stored.store(x.load().to(to.element_type))
         cute.autovec_copy(stored, cute.local_tile(to, (width,), (row0 // width + th.c,)))
 
-    def fold(self, state, x: Corrected, goal, row0, th) -> None:
+    def fold(self, state, x: Corrected, goal, chance, row0, th) -> None:
         """S_L, rounded, to `goal`: rows whose keys lie side by side as soon as 16 bytes of them are there."""
         s = self.shape
         u = self.operands_of(x, TERMS, self.a_place, self.factors_of(x, th))
@@ -571,9 +582,13 @@ class Ring(WYBlock):
                 fr.read_matrices(
                     x.keys.x, place + 16 * n * s.stride + 8 * first, words, 8 * n, transpose=True
                 )
+            drawn = [
+                self.draw(chance, row0, first * self.octets // 4 + m, th)
+                for m in range(self.octets // 2)
+            ]
             for i in range(2):
                 for m in range(self.octets // 2):
-                    self.fold_two(held, words, u, x.total, first + i, i, m)
+                    self.fold_two(held, words, u, x.total, first + i, i, m, drawn[m])
             if self.k_last:
                 self.store_runs(held, goal, row0, 2 * first, 2 * first + 4, th)
         if not self.k_last:
@@ -587,7 +602,14 @@ class Ring(WYBlock):
                 place = held.x.iterator + held.at(octet, element)
                 cute.autovec_copy(cute.make_tensor(place, cute.make_layout((n,))), to)
 
-    def fold_two(self, held: Held, words, u, total, column: int, i: int, m: int) -> None:
+    def draw(self, chance, row0, n: int, th):
+        """Words for eight of a thread's elements, the n-th of its rows at row0; None where states are rounded to nearest."""
+        if not self.at_random:
+            return None
+        counter = (row0 * 32 + th.lane) * (self.octets * self.share // rounding.EACH) + n
+        return rounding.philox(counter, chance.head, chance.slot, chance.seed)
+
+    def fold_two(self, held: Held, words, u, total, column: int, i: int, m: int, drawn) -> None:
         """Two octets of rows, eight keys, in place."""
         y = fr.registers(4)
         pairs = [fr.pair(held.x, held.at(2 * m + half, 2 * column)) for half in range(2)]
@@ -600,6 +622,8 @@ class Ring(WYBlock):
                 for u_term in range(TERMS - term):
                     a = fr.operand_a(u, self.a_place(u_term, piece, 2 * m))
                     fr.mma(acc, a, b)
+        if drawn is not None:
+            rounding.at_random(y, drawn[2 * i : 2 * i + 2], self.state_dtype)
         for half in range(2):
             pairs[half].store(fr.pair(y, 2 * half).load().to(self.state_dtype))
 
@@ -651,14 +675,14 @@ class Ring(WYBlock):
             self.answer(p, o, matrices, own, these, th)
             self.store_rows(p, mine, first, th)
             if mine.folds:
-                self.fold(raw, own, mine.goal, first, th)
+                self.fold(raw, own, mine.goal, mine.chance, first, th)
 
     @cute.kernel
     def kernel(
         self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, output,
         scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
         null_index: Int32, use_qk_l2norm: Int32, ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min: Int32, append: Int32,
-        heads: cute.FastDivmodDivisorV2, slots: Int32, tokens: Int32, ring_rows: Int32,
+        heads: cute.FastDivmodDivisorV2, slots: Int32, tokens: Int32, ring_rows: Int32, ring_seed,
     ):  # fmt: skip
         th = fr.Thread.here()
         vt, hv, n = self.place()
@@ -743,7 +767,10 @@ class Ring(WYBlock):
                 appended = cutlass.select_(owner, appended, Int32(0))
             goal = state[Int64(write_slot), hv, None, None]
             out = output[n, None, hv, None]
-            mine = Mine(source, goal, writing, u_rows, live, appended, v, hv, span, out, shown)
+            chance = Chance(ring_seed, hv, write_slot)
+            mine = Mine(
+                source, goal, writing, u_rows, live, appended, v, hv, span, out, shown, chance
+            )
             x = Corrected(keys, old_u, after, total)
             if const_expr(self.shared):
                 came = own
@@ -778,6 +805,13 @@ def fakes(facts: dict, tensors: list) -> list:
     ]
 
 
+def seed_of(facts: dict):
+    """A stand-in for the seed, where the contract has one."""
+    if facts["ring_rounding"] != "stochastic":
+        return None
+    return make_fake_tensor(Int32, (2,), (1,), assumed_align=4)
+
+
 def compile(facts: dict, knobs: dict, options: str, prefix: str):
     """The compiled function of one setting, for the architecture that CUTE_DSL_ARCH names; profilers show `prefix`."""
     ring = Ring(facts, knobs)
@@ -786,6 +820,6 @@ def compile(facts: dict, knobs: dict, options: str, prefix: str):
     scalars = [F32(1.0)] * 5 + [Int32(-1), Int32(1)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
-        ring.gated_delta_rule_ring, *tensors, *scalars, *fakes(facts, tensors), Int32(1), Int32(1), stream,
+        ring.gated_delta_rule_ring, *tensors, *scalars, *fakes(facts, tensors), Int32(1), Int32(1), seed_of(facts), stream,
         options=f"--enable-tvm-ffi {options}",
     )  # fmt: skip

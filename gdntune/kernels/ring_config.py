@@ -35,12 +35,14 @@ class Knobs:
 def facts(c: Contract) -> Facts:
     """What an object is compiled for; of one token as of up to four."""
     tokens = {"tokens": 4} if c.tokens <= 4 else {}
-    return {**wy_block_config.block_facts(c), **tokens, "ring": c.ring, "ring_dtype": c.ring_dtype}
+    own = {name: getattr(c, name) for name in ("ring", "ring_dtype", "ring_rounding")}
+    return {**wy_block_config.block_facts(c), **tokens, **own}
 
 
 def _inner(c: Contract) -> Contract:
     """The contract that `wy_block` would serve in its place."""
-    return c.replace(ring=0, ring_dtype="fp32", tokens=max(c.tokens, 2))
+    plain = {"ring": 0, "ring_dtype": "fp32", "ring_rounding": "nearest"}
+    return c.replace(**plain, tokens=max(c.tokens, 2))
 
 
 def _block_knobs(s: Knobs) -> wy_block_config.Knobs:
@@ -51,8 +53,6 @@ def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
     if c.op != "gdn_decode":
         return f"op={c.op}: expected gdn_decode, whose decay is one a head"
-    if c.ring_rounding != "nearest":
-        return f"ring_rounding={c.ring_rounding}: expected nearest"
     if c.input_dtype == "fp32":
         return "input_dtype=fp32: keys are one or two terms of bf16, expected bf16 or fp16"
     if s.shared and (c.layout != "k_last" or s.passes > 1 or s.threads != 32 * s.warps):

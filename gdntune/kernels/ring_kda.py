@@ -89,19 +89,6 @@ class RingKDA(Recurrent):
         self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
         scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
         null_index: Int32, use_qk_l2norm: Int32, ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min: Int32, append: Int32,
-        stream: CUstream,
-    ):  # fmt: skip
-        self.gated_delta_rule_ring_seeded(
-            state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
-            scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm,
-            ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min, append, None, stream,
-        )  # fmt: skip
-
-    @cute.jit
-    def gated_delta_rule_ring_seeded(
-        self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
-        scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
-        null_index: Int32, use_qk_l2norm: Int32, ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min: Int32, append: Int32,
         ring_seed, stream: CUstream,
     ):  # fmt: skip
         HV = v.shape[2]
@@ -213,27 +200,27 @@ class RingKDA(Recurrent):
                 for j in cutlass.range_constexpr(self.RK):
                     fh[i, j] = fh[i, j] + x[i] * fk[j]
 
+    def flat(self, x):
+        """A fragment's registers one after the other."""
+        return cute.make_tensor(x.iterator, cute.make_layout((self.RV * self.RK,)))
+
     @cute.jit
     def store_folded(self, goal: Goal, fh, row0, lane):
         """Rounds a thread's fp32 state and writes it to the head's state."""
         if const_expr(self.at_random):
-            n = const_expr(self.RV * self.RK)
-            flat = cute.make_layout((n,))
-            values = cute.make_rmem_tensor((n,), F32)
+            n, each = const_expr(self.RV * self.RK), const_expr(rounding.EACH)
             raw = self.fragment(self.state_dtype)
-            # as they lie in registers, where fh goes on as it is
-            for e in cutlass.range_constexpr(n):
-                values[e] = cute.make_tensor(fh.iterator, flat)[e]
             # of a row's first thread the counters of n elements, then of the next one's
-            counter = (row0 * self.shares + lane) * (n // rounding.EACH)
-            rounding.at_random(
-                values,
-                cute.make_tensor(raw.iterator, flat),
-                counter,
-                *goal.at,
-                goal.seed[0],
-                goal.seed[1],
-            )
+            counter = (row0 * self.shares + lane) * (n // each)
+            some = cute.make_rmem_tensor((each,), F32)
+            for first in cutlass.range_constexpr(0, n, each):
+                words = rounding.philox(counter + first // each, *goal.at, goal.seed)
+                # as they lie in registers; fh goes on as it is
+                for e in cutlass.range_constexpr(each):
+                    some[e] = self.flat(fh)[first + e]
+                rounding.at_random(some, words, self.state_dtype)
+                for e in cutlass.range_constexpr(each):
+                    self.flat(raw)[first + e] = some[e].to(self.state_dtype)
             self.copy_rows(goal.state, raw, row0, lane, True)
         else:
             self.store_rows(goal.state, fh, F32(1.0), row0, lane)
@@ -408,13 +395,6 @@ class RingKDA(Recurrent):
             self.zero_rows(output, n, Int32(0), tokens, hv, block.v0, tid)
 
 
-def seed_of(facts: dict) -> list:
-    """A stand-in for the seed, where the contract has one."""
-    if facts["ring_rounding"] != "stochastic":
-        return []
-    return [make_fake_tensor(Int32, (2,), (1,), assumed_align=4)]
-
-
 def fakes(facts: dict, tensors: list) -> list:
     """Stand-ins for the ring's tensors; those of a decode kernel say the sizes."""
     state, k, v, read_index = tensors[0], tensors[2], tensors[3], tensors[8]
@@ -440,6 +420,13 @@ def fakes(facts: dict, tensors: list) -> list:
     ]
 
 
+def seed_of(facts: dict):
+    """A stand-in for the seed, where the contract has one."""
+    if facts["ring_rounding"] != "stochastic":
+        return None
+    return make_fake_tensor(Int32, (2,), (1,), assumed_align=4)
+
+
 def compile(facts: dict, knobs: dict, options: str, prefix: str):
     """The compiled function of one setting, for the architecture that CUTE_DSL_ARCH names; profilers show `prefix`."""
     ring = RingKDA(facts, knobs)
@@ -447,9 +434,7 @@ def compile(facts: dict, knobs: dict, options: str, prefix: str):
     tensors = decode.fakes(facts)
     scalars = [F32(1.0)] * 5 + [Int32(-1), Int32(1)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    seed = seed_of(facts)
-    entry = ring.gated_delta_rule_ring_seeded if seed else ring.gated_delta_rule_ring
     return cute.compile(
-        entry, *tensors, *scalars, *fakes(facts, tensors), Int32(1), Int32(1), *seed, stream,
+        ring.gated_delta_rule_ring, *tensors, *scalars, *fakes(facts, tensors), Int32(1), Int32(1), seed_of(facts), stream,
         options=f"--enable-tvm-ffi {options}",
     )  # fmt: skip

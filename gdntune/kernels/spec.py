@@ -48,7 +48,7 @@ A kernel of rings (`Kernel.ring`) serves the contracts with a ring, and takes be
     ring_base, ring_count   [B] int32: a request's live entries are ring_count[n] rows from
         ring_base[n] on, cyclically; clamped to 0..rows-1 and 0..min(ring, rows)
     flush_min, append   int32
-    ring_seed     [2] int32, with ring_rounding=stochastic alone: the key of Philox-4x32, whose
+    ring_seed     [2] int32, with ring_rounding=stochastic alone, else None: the key of Philox-4x32, whose
         counter is of a kernel's own: the slot that is written, the head and the place in it, so
         that a request's numbers do not hang on its batch
 
@@ -79,7 +79,7 @@ DECODE_ARGUMENTS = (
 LAYER_ARGUMENTS = (
     "output_gate norm_weight norm_eps mixed_qkv conv_state conv_weight conv_bias conv_position"
 ).split()
-RING_ARGUMENTS = "ring_k ring_u ring_decay ring_base ring_count flush_min append".split()
+RING_ARGUMENTS = "ring_k ring_u ring_decay ring_base ring_count flush_min append ring_seed".split()
 FLOOR_ARGUMENTS = ("state", "slots", "intermediate", "factor", "sink")
 
 Role = Literal["decode", "floor"]
@@ -89,8 +89,7 @@ Facts = Mapping[str, Any]
 def arguments_of(contract: Contract) -> list[str]:
     """The names of what a contract's decode kernels are called with, in order."""
     more = LAYER_ARGUMENTS if contract.layer else RING_ARGUMENTS if contract.ring else ()
-    seed = ("ring_seed",) if contract.ring_rounding == "stochastic" else ()
-    return [*DECODE_ARGUMENTS, *more, *seed]
+    return [*DECODE_ARGUMENTS, *more]
 
 
 def knob(tag: str, doc: str, **kw: Any) -> Any:

@@ -35,15 +35,10 @@ class Rings:
         return {name: getattr(self, name) for name in RING_ARGUMENTS[:5]}
 
     @property
-    def seeds(self) -> tuple[Any, ...]:
-        """The seed, if there is one: behind the numbers."""
-        return () if self.ring_seed is None else (self.ring_seed,)
-
-    @property
     def values(self) -> tuple[Any, ...]:
         """What a compiled function takes behind a call's numbers."""
         found = numbers(self.capacity, self.flush_min, self.append)
-        return (*self.tensors.values(), *found, *self.seeds)
+        return (*self.tensors.values(), *found, self.ring_seed)
 
     def contract(self, inner: Contract) -> Contract:
         """The contract of a call whose gates and delta rule are those of another."""

@@ -36,9 +36,7 @@ def run(given: tuple[Any, ...], settings: tuple[Any, ...], ring: tuple[Any, ...]
         tensors = (*tensors[:_OUTPUT], output)
     if adapt is not None:
         tensors = adapt(tensors)
-    values = (*tensors, *found, *rings, *numbers(*ring))
-    if seed is not None:
-        values = (*values, seed)
+    values = (*tensors, *found, *rings, *numbers(*ring), seed)
     try:
         function(*values)
     except (TypeError, ValueError, RuntimeError) as e:

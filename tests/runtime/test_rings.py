@@ -94,8 +94,6 @@ def test_steps_are_sequential_decode(name, device):
     """
     torch.manual_seed(len(name))
     contract = CASES[name]
-    if device == "cuda" and contract.ring_rounding != "nearest":
-        pytest.skip("kernel `ring` rounds to nearest alone")
     made, parameters = rings(contract, requests=SEQUENCES, slots=SEQUENCES, device=device)
     states = [of(made, layer) for layer in range(LAYERS)]
     # of a state in bf16 a fold rounds, and so does u in bf16

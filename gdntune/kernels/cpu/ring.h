@@ -63,7 +63,7 @@ class Ring : Decode<Setting> {
     e.flush_min = std::min(int64_t(given.number(FLUSH_MIN)), capacity + 1 - c.T);
     e.append = given.number(APPEND) != 0;
     int64_t two = 2;
-    if (at_random) e.seed = given.tensor(RING_SEED, int32, "[2]", {&two}, true);
+    if (at_random) e.seed = given.tensor(RING_SEED, int32, "[2]", {&two});
     if (e.rows < capacity + c.T) {
       refuse("ValueError", "ring_u: %lld rows were given, expected ring + T = %lld or more", (long long)e.rows,
              (long long)(capacity + c.T));
@@ -217,7 +217,7 @@ class Ring : Decode<Setting> {
  public:
   static int call(const TVMFFIAny* values, int count, TVMFFIAny* result) {
     return answer(result, [&] {
-      const Arguments given(values, count, RING_NAMES, at_random ? RING_ARGUMENTS : RING_SEED);
+      const Arguments given(values, count, RING_NAMES, RING_ARGUMENTS);
       Call c = checked<Setting>(values, ARGUMENTS);
       if (c.slots || c.ragged || c.intermediate.given || c.V > 512) {
         refuse("ValueError", "a ring with slots, cu_seqlens, intermediate states or V > 512: expected none");
