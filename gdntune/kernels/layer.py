@@ -315,14 +315,18 @@ class Layer(layer_rows.Rows):
 
     @cute.jit
     def convolve(self, taps, window, new, sX, mine, block, tid):
-        """A thread's channels of all tokens convolved, to shared memory as the unfused path rounds them. mine: of the block's heads."""
+        """A thread's channels of all tokens convolved, to shared memory as the unfused path rounds them. mine: of the block's heads.
+
+        Tokens that a call has not are computed too, of whatever is in their registers: a branch a token would keep one's silu from
+        overlapping the next one's.
+        """
         old = const_expr(self.width - 1)
         for r in cutlass.range_constexpr(self.rounds):
             e = (r * self.threads + tid) * self.load
             # v stands where its rows are among all of V
             place = cutlass.select_(e >= 2 * self.K, e + block.v0, e)
-            for t in cutlass.range_constexpr(self.tokens):
-                if e < mine and t < block.length:
+            if e < mine:
+                for t in cutlass.range_constexpr(self.tokens):
                     y = cute.make_rmem_tensor((self.load,), sX.element_type)
                     for i in cutlass.range_constexpr(self.load):
                         x = new[r, t, i].to(F32) * taps.weight[r, self.width * i + old].to(F32)
@@ -335,6 +339,14 @@ class Layer(layer_rows.Rows):
                             x = x * gates.sigmoid(x)
                         y[i] = x.to(sX.element_type)
                     cute.autovec_copy(y, cute.local_tile(sX[t, None], (self.load,), (place // self.load,)))
+
+    @cute.jit
+    def store_window(self, conv, slot, at, taps, window, new, mine, block, first, tid):
+        """What a call leaves of a window in a slot."""
+        if const_expr(self.shifted):
+            self.store_shifted(conv, slot, window, taps, new, mine, block, tid)
+        else:
+            self.store_new(conv, slot, at, taps, new, mine, block, first, tid)
 
     @cute.jit
     def store_shifted(self, conv, slot, window, taps, new, mine, block, tid):
@@ -360,15 +372,16 @@ class Layer(layer_rows.Rows):
 
     @cute.jit
     def store_new(self, conv, slot, at, taps, new, mine, block, first, tid):
-        """The window's new rows: v's channels by their own block, q's and k's by the `first` of those that share the head.
-
-        """
+        """The window's new rows: v's channels by their own block, q's and k's by the `first` of those that share the head."""
         for r in cutlass.range_constexpr(self.rounds):
             e = (r * self.threads + tid) * self.load
             for t in cutlass.range_constexpr(self.tokens):
                 if t < block.length and e < mine and (e >= 2 * self.K or first):
-                    # a remainder: a ragged request may be longer than its call said, and must stay in its slot
-                    row = (at + t) % conv.rows if const_expr(t > 0) else at
+                    row = at
+                    if const_expr(t > 0):
+                        row = cutlass.select_(at + t >= conv.rows, at + t - conv.rows, at + t)
+                        # a ragged request may be longer than its call said, and must stay in its slot
+                        row = cutlass.min(row, conv.rows - 1)
                     ring = conv.state[Int64(slot), row, None]
                     cute.autovec_copy(new[r, t, None], cute.local_tile(ring, (self.load,), (taps.channels[r] // self.load,)))
 
@@ -679,8 +692,11 @@ class Layer(layer_rows.Rows):
 
         if live:
             source = state[Int64(slot), hv, None, None]
-            coming = self.first_rows(source, smem, block.v0, thread)
+            # Loads come back in order: the window's, which are few, are convolved while the state's are on their way.
             window = self.read_window(conv, window_slot, held, at, taps) if const_expr(self.convolves) else None
+            if const_expr(self.convolves):
+                cute.arch.sync_warp()
+            coming = self.first_rows(source, smem, block.v0, thread)
             if const_expr(self.early and self.per_k and not self.loop):
                 cute.arch.sync_warp()
             self.await_producer("state")
@@ -693,20 +709,14 @@ class Layer(layer_rows.Rows):
             if const_expr(self.convolves):
                 self.convolve(taps, window, late.rows, sX, mine, block, tid)
                 first_of_head = shares == 0 and vt == 0
-                if const_expr(self.intermediate == "slots" and not self.shifted):
-                    if held:
-                        self.store_new(conv, window_slot, at, taps, late.rows, mine, block, first_of_head, tid)
-                elif const_expr(self.update and not self.shifted):
-                    if writes:
-                        self.store_new(conv, write_slot, at, taps, late.rows, mine, block, first_of_head, tid)
                 cute.arch.sync_threads()
-                # threads beyond the last channel have read the last ones too
-                if const_expr(self.intermediate == "slots" and self.shifted):
+                # Behind the barrier, where no other warp waits for these stores; and threads beyond the last channel have read the last ones.
+                if const_expr(self.intermediate == "slots"):
                     if held:
-                        self.store_shifted(conv, window_slot, window, taps, late.rows, mine, block, tid)
-                elif const_expr(self.update and self.shifted):
+                        self.store_window(conv, window_slot, at, taps, window, late.rows, mine, block, first_of_head, tid)
+                elif const_expr(self.update):
                     if writes:
-                        self.store_shifted(conv, write_slot, window, taps, late.rows, mine, block, tid)
+                        self.store_window(conv, write_slot, at, taps, window, late.rows, mine, block, first_of_head, tid)
             read = self.read_convolved(sX, late.read, block, thread) if const_expr(self.convolves) else late.read
             norm = None
             if const_expr(self.normed):

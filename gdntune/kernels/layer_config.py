@@ -25,8 +25,6 @@ SHIFTED_HEADS = 8
 MANY_HEADS = 1 << 16
 # Shared memory of a block: what every GPU can give one.
 SHARED_BYTES = 99 << 10
-# Of rows on their way in shared memory, a block: a multiprocessor has room for five or six.
-COPIED_BYTES = 32 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,21 +179,68 @@ def _worth(c: Contract, s: Knobs) -> bool:
     return chunks <= 4 and 16 <= elements <= 64 and (s.early or chunks == 1)
 
 
-# Measured on an H200, H=16, HV=64 and 32, B=1 to 64, T=1 and 4, in a chain. Clusters of two tiles
-# win at one request (T=4: 9.1 us to 10.0), and with the norm alone at every batch. Two heads a
-# block win at T=1 from B=16 on (23.4 us to 24.4); at T=4, and four heads, nowhere. More chunks of
-# the state in flight with fewer rows at once (`ahead`, under a cap of 64, 80 or 96 registers) tie
-# at best, bf16 or fp32: legal, and left out.
+class _Form(NamedTuple):
+    """A setting of 16 lanes a row, its rows spread; tile_v 0: a whole head."""
+
+    threads: int
+    ilp: int
+    tile_v: int = 0
+    share: int = 1
+    ahead: int = 1
+    copied: bool = False
+    registers: int = 0
+
+
+# What won somewhere, or was within 1% of it, on an H200 with H=16, HV=64, K=V=128, bf16 and fp32
+# states, B=1, 4, 16, 64, in a chain, with and without dependent launch: of one token, of several.
+# Left out, though legal: rows that are not spread, 8 or 32 lanes, four heads a block, more chunks on
+# their way in registers.
+_ONE = (
+    _Form(256, 4),
+    _Form(256, 8),
+    _Form(256, 4, 64),
+    _Form(128, 8, 64),
+    _Form(128, 4, share=2),
+    _Form(128, 4, ahead=2, copied=True, registers=80),
+    _Form(128, 8, ahead=2, copied=True),
+    _Form(128, 2, ahead=4, copied=True, registers=64),
+)
+_SEVERAL = (
+    _Form(128, 4),
+    _Form(256, 4),
+    _Form(256, 4, 64),
+    _Form(256, 4, 64, registers=64),
+    _Form(128, 8, 64),
+    _Form(128, 8, 64, registers=96),
+    _Form(128, 8, ahead=2, copied=True),
+    _Form(128, 4, ahead=4, copied=True),
+)
+
+
+def _measured(c: Contract, device: Device) -> list[Knobs]:
+    """The settings above, for the sizes that they were measured with; none for others."""
+    if (c.layout, c.K, c.V) != ("k_last", 128, 128) or c.norm == "none":
+        return []
+    one = compiled_tokens(c) == 1
+    shifted = c.conv != "none" and c.conv_window != "ring"
+    found = [
+        Knobs(
+            f.tile_v or c.V, f.ilp, 16 // ITEMSIZE[c.state_dtype], 16, f.threads, early=True,
+            spread=True, registers=f.registers, ahead=f.ahead, copied=f.copied,
+            share=most_heads(c) if shifted else f.share, row=c.intermediate == "slots",
+        )
+        for f in (_ONE if one else _SEVERAL)
+        if not f.tile_v or _has_clusters(device)
+    ]  # fmt: skip
+    return [s for s in dict.fromkeys(found) if not refuse(c, s)]
 
 
 def _clusters(c: Contract, s: Knobs) -> list[Knobs]:
-    """Of a setting for a whole head, those whose tile of V is one chunk of rows."""
+    """Of a setting for a whole head, that whose tile of V is one chunk of rows."""
     if c.norm == "none" or not (s.early and s.spread) or held_elements(c, s) < 32:
         return []
     rows = chunk_rows(c, s)
-    # as the delta rule's own winners for drafts: five blocks a multiprocessor, not four
-    caps = (0, 96) if compiled_tokens(c) > 1 and held_elements(c, s) == 64 else (0,)
-    return [dataclasses.replace(s, tile_v=rows, registers=cap) for cap in caps if rows < c.V]
+    return [dataclasses.replace(s, tile_v=rows)] if rows < c.V else []
 
 
 def _pairs(c: Contract, s: Knobs) -> list[Knobs]:
@@ -204,21 +249,16 @@ def _pairs(c: Contract, s: Knobs) -> list[Knobs]:
     return [dataclasses.replace(s, share=2)] if one and held_elements(c, s) >= 32 else []
 
 
-def _copies(c: Contract, s: Knobs) -> list[Knobs]:
-    """Of a setting for a whole head, those whose rows wait in shared memory."""
-    if c.layout != "k_last" or not (s.early and s.spread) or held_elements(c, s) < 32:
-        return []
-    rows = chunk_rows(c, s)
-    if s.tile_v != c.V or s.vec * ITEMSIZE[c.state_dtype] != 16:
-        return []
-    fit = COPIED_BYTES // (rows * c.K * ITEMSIZE[c.state_dtype])
-    caps = (0, 80) if held_elements(c, s) == 32 else (0,)
-    return [
-        dataclasses.replace(s, copied=True, ahead=ahead, registers=cap)
-        for ahead in (2, 4)
-        if ahead <= min(fit, c.V // rows)
-        for cap in caps
-    ]
+def _general(c: Contract, device: Device) -> list[Knobs]:
+    """Settings for sizes that were not measured."""
+    found = [s for s in _candidates(c) if not refuse(c, s) and _worth(c, s)]
+    more = [x for s in found if s.lanes == 16 or c.layout == "v_last" for x in _pairs(c, s)]
+    if _has_clusters(device):
+        more += [x for s in found if s.lanes == 16 for x in _clusters(c, s)]
+    found += [s for s in dict.fromkeys(more) if not refuse(c, s)]
+    if c.intermediate == "slots":
+        found += [dataclasses.replace(s, row=True) for s in found if s.early]
+    return found
 
 
 def _has_clusters(device: Device) -> bool:
@@ -229,39 +269,36 @@ def _has_clusters(device: Device) -> bool:
 @functools.lru_cache(maxsize=256)
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
-    found = [s for s in _candidates(c) if not refuse(c, s) and _worth(c, s)]
-    found += [x for s in found if s.lanes == 16 for x in _copies(c, s)]
-    more = [x for s in found if s.lanes == 16 or c.layout == "v_last" for x in _pairs(c, s)]
-    if _has_clusters(device):
-        more += [x for s in found if s.lanes == 16 and not s.copied for x in _clusters(c, s)]
-    found += [s for s in dict.fromkeys(more) if not refuse(c, s)]
-    if c.intermediate == "slots":
-        found += [dataclasses.replace(s, row=True) for s in found if s.early]
+    found = _measured(c, device) or _general(c, device)
     return tuple(s for s in in_every_form(found) if not refuse(c, s))
 
 
 class _Target(NamedTuple):
-    """What the default rule looks for: rows of V a block, threads, elements a thread, heads."""
+    """What the default rule looks for: rows of V a block, threads, elements a thread, heads, and
+    whether rows are copied to shared memory.
+    """
 
     tile_v: int
     threads: int
     elements: int
     share: int = 1
+    copied: bool = False
 
 
 def _target(c: Contract, heads: float) -> _Target:
     """From the winners without dependent launch on an H200 (above). heads: value heads in flight
     for each SM.
     """
-    # a norm alone at T > 1 waits for less than a convolution: two blocks a head stay ahead
-    if c.norm != "none" and (heads < 1 or (c.conv == "none" and compiled_tokens(c) > 1)):
+    if c.norm != "none" and heads < 1:
         return _Target(c.V // 2, 256, 32)
     if compiled_tokens(c) > 1:
-        return _Target(c.V, 256, 32 if heads < 4 else 64)
+        # two blocks a head, but where a convolution would be made twice for few heads
+        if c.norm == "none" or (heads < 4 and c.conv != "none"):
+            return _Target(c.V, 128, 32)
+        return _Target(c.V // 2, 128, 64)
     if heads < 4:
         return _Target(c.V, 256, 32)
-    narrow = ITEMSIZE[c.state_dtype] == 2
-    return _Target(c.V, 128, 64 if heads >= 16 and narrow else 32, 2)
+    return _Target(c.V, 128, 32, 1 if heads >= 16 else 2, copied=heads >= 16)
 
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
@@ -280,6 +317,7 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
             abs(math.log2(s.tile_v / target.tile_v)),
             abs(s.share - target.share),
             not s.spread,
+            s.copied != target.copied,
             abs(math.log2(s.threads / target.threads)),
             not s.early,
             abs(held_elements(c, s) - target.elements),

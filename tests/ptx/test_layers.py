@@ -34,6 +34,8 @@ def row(contract, group, options=PADDED, **knobs):
     """A setting beside a whole head's other knobs; group: value heads of a q/k head."""
     space = LAYER.space(contract, arch.target(ARCH))
     whole = next(s for s in space if s.tile_v == contract.V)
+    if contract.layout == "k_last":
+        whole = dataclasses.replace(whole, threads=128, ilp=8)
     setting = dataclasses.replace(whole, **knobs)
     assert LAYER.refuse(contract, setting) is None
     return Row("layer", contract, LAYER.variant(setting), tuple(options.items()), group)
@@ -65,6 +67,8 @@ ROWS = [
         pdl="state",
     ),
     row(RAGGED, 3, LENGTHS, ilp=8, threads=128, copied=True, ahead=2),
+    row(Contract(**STEP), 1, ilp=2, copied=True, ahead=4, registers=64, pdl="state"),
+    row(Contract(**STEP, **SLOTS), 2, tile_v=64, threads=256, ilp=4, row=True, registers=64),
     row(Contract(**STEP, **SLOTS), 1, ilp=4, threads=256, copied=True, ahead=2, row=True),
     row(Contract(**KDA), 1, ilp=4, threads=128, copied=True, ahead=2, pdl="first"),
     # windows that are shifted in place, by a block that has all their readers
