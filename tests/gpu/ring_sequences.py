@@ -40,15 +40,23 @@ FORMS = {
     "fp16": Contract(tokens=4, ring=16, state_dtype="fp16"),
     "bf16, T=8, 32": Contract(tokens=8, ring=32),
     "bf16, one token": Contract(ring=16),
+    "bf16, at random": Contract(tokens=4, ring=16, ring_rounding="stochastic"),
 }
-DRIFTS = [
-    Contract(tokens=4, ring=ring, state_dtype=state)
-    for state in ("bf16", "fp16", "fp32")
-    for ring in (16, 32)
-] + [
-    Contract(tokens=4, ring=ring, state_dtype=state, ring_dtype="bf16")
-    for state, ring in (("bf16", 16), ("bf16", 32), ("fp32", 16))
-]
+DRIFTS = (
+    [
+        Contract(tokens=4, ring=ring, state_dtype=state)
+        for state in ("bf16", "fp16", "fp32")
+        for ring in (16, 32)
+    ]
+    + [
+        Contract(tokens=4, ring=ring, state_dtype=state, ring_dtype="bf16")
+        for state, ring in (("bf16", 16), ("bf16", 32), ("fp32", 16))
+    ]
+    + [
+        Contract(tokens=4, ring=16, state_dtype=state, ring_rounding="stochastic")
+        for state in ("bf16", "fp16")
+    ]
+)
 
 
 def numbers(c: Contract) -> list[int]:
@@ -335,16 +343,16 @@ def drifts(steps: int, device: str, seed: int = 0, contracts: list[Contract] | N
         exact = ways.exact.now
         alone = {d: apart(x.states(), exact) for d, x in ways.alone.items()}
         for dtype, error in alone.items():
-            rows.setdefault(f"| {dtype} | none | |", []).append(f"{rms(error):.2e}")
+            rows.setdefault(f"| {dtype} | none | | |", []).append(f"{rms(error):.2e}")
         for c, way in zip(ways.contracts, ways.behind, strict=True):
             error = apart(way.states(), exact)
             verdicts.append(judged(error, alone[beside(c)]))
-            name = f"| {c.state_dtype} | {c.ring} | {c.ring_dtype} |"
+            name = f"| {c.state_dtype} | {c.ring} | {c.ring_dtype} | {c.ring_rounding} |"
             rows.setdefault(name, []).append(f"{rms(error):.2e}" + ("" if verdicts[-1] else " !"))
     print(f"\nStates' relative error to fp64 after so many steps of {ways.T} drafts, 0.7 accepted;"
           f" {time.perf_counter() - began:.0f} s\n")  # fmt: skip
-    print("| state | ring | u | " + " | ".join(map(str, marks)) + " |")
-    print("| --- | --- | --- " + "| ---: " * len(marks) + "|")
+    print("| state | ring | u | rounding | " + " | ".join(map(str, marks)) + " |")
+    print("| --- | --- | --- | --- " + "| ---: " * len(marks) + "|")
     for name, values in sorted(rows.items()):
         print(f"{name} " + " | ".join(values) + " |", flush=True)
     return all(verdicts)

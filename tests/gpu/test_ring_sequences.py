@@ -21,6 +21,7 @@ FEW = [
     Contract(tokens=4, ring=16, state_dtype="bf16"),
     Contract(tokens=4, ring=32, state_dtype="fp32"),
     Contract(tokens=4, ring=16, state_dtype="fp32", ring_dtype="bf16"),
+    Contract(tokens=4, ring=16, ring_rounding="stochastic"),
 ]
 
 
@@ -49,7 +50,7 @@ def test_a_ring_does_not_drift(capsys):
     """A table by state dtype and capacity; with u in bf16 as decode with such a state."""
     assert drifts(20, "cpu", contracts=FEW)
     said = capsys.readouterr().out
-    assert "| fp32 | 32 | fp32 |" in said and "| bf16 | none |" in said
+    assert "| fp32 | 32 | fp32 | nearest |" in said and "| bf16 | none |" in said
 
 
 def test_bits_do_not_depend_on_the_batch():
