@@ -85,22 +85,23 @@ def block(c: Contract, s: Knobs) -> Block:
 
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first: all of a head a block, then less of it for few heads."""
-    tried = [Knobs(32, 4, shared=True), Knobs(32, 4), Knobs(32, 4, registers=128)]
-    tried += [Knobs(16, 8, 256, shared=True), Knobs(16, 8, 256, registers=64, shared=True)]
-    tried += [Knobs(16, 4, shared=True)]
-    tried += [Knobs(16, 4, registers=r) for r in (0, 96, 80)]
+    tried = [Knobs(32, 4, shared=True), Knobs(32, 4, registers=128), Knobs(32, 4)]
     # blocks of two warps: fewer wait at a barrier
-    tried += [Knobs(32, 2, 64, shared=True), Knobs(32, 2, 64), Knobs(32, 2, 64, registers=128)]
-    tried += [Knobs(16, 2), Knobs(16, 2, 64, shared=True)]
+    tried += [Knobs(32, 2, 64, shared=True), Knobs(32, 2, 64, registers=128)]
+    # half as many rows a warp: for few heads, and for wider states
+    tried += [Knobs(16, 4, registers=r) for r in (0, 96)]
+    tried += [Knobs(16, 4, shared=True), Knobs(16, 8, 256, registers=80, shared=True)]
+    tried += [Knobs(16, 2)]
     return tuple(s for s in dict.fromkeys(tried) if not refuse(c, s))
 
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A rule for where no table speaks: few rows a block while the heads are few."""
     few = work_units < 2 * device.sm_count
-    wanted = Knobs(16, 4, registers=96) if few else Knobs(32, 4, shared=True)
+    wanted = [Knobs(16, 4, registers=96)] if few else []
+    wanted += [Knobs(rows, 4, shared=True) for rows in (32, 16)]
     smaller = [Knobs(rows, w) for w in (4, 2, 1) for rows in (32, 16)]
-    legal = [s for s in (wanted, *smaller) if not refuse(c, s)]
+    legal = [s for s in (*wanted, *smaller) if not refuse(c, s)]
     if not legal:
         raise UnsupportedProblem(f"no setting of ring serves {c.key()}: {refuse(c, Knobs(16, 1))}")
     return legal[0]
