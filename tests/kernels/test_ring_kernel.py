@@ -11,8 +11,8 @@ from gdntune import kernels
 from gdntune.checking.cases import make_case
 from gdntune.checking.check import Truth, check_variant
 from gdntune.device import arch
-from gdntune.kernels import cpu_recurrent_config, cpu_ring_config, ring_config
-from gdntune.objects.build import compile_objects
+from gdntune.kernels import cpu_recurrent_config, cpu_ring_config, ring_config, ring_kda_config
+from gdntune.objects.build import SPILL_LIMIT_BYTES, compile_objects
 from gdntune.objects.store import Store, object_spec
 from gdntune.problem import Contract, Problem, contract_fault
 
@@ -127,6 +127,35 @@ def test_shared_memory_is_what_is_allocated():
         knobs = ring_config.Knobs(32, 4, shared=shared)
         state = 2 * 128 * 128 if shared else 0
         assert ring_config.block(c, knobs).shared_bytes == expected + state
+
+
+def test_the_default_of_kda_is_what_was_fastest():
+    """Tried ones at every size, of every layout; for few heads small blocks, else a head's rows at once."""
+    device = arch.target("sm_90a")
+    for changes in ({}, {"layout": "v_last"}, {"state_dtype": "fp32", "ring": 32, "tokens": 8}):
+        c = Contract(op="kda_decode", gate="softplus", tokens=4, ring=16).replace(**changes)
+        tried = ring_kda_config.space(c, device)
+        assert 0 < len(tried) <= 12
+        assert {ring_kda_config.default(c, n, device) for n in (1, 32, 4096)} <= set(tried)
+        assert ring_kda_config.default(c, 4096, device).tile_v == 128
+    refused = ring_kda_config.refuse(c.replace(op="gdn_decode", gate="raw"), tried[0])
+    assert "op=gdn_decode: expected kda_decode" in refused
+    large = c.replace(K=256, ring=32, tokens=16)
+    assert "bytes of shared memory" in ring_kda_config.refuse(large, tried[0])
+
+
+def test_kda_compiles_without_spills(tmp_path):
+    """What holds most in registers: a long ring, fp32 states, rounding at random."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl has wheels for Linux alone")
+    device, kernel = arch.target("sm_90a"), kernels.get("ring_kda")
+    plain = Contract(op="kda_decode", gate="softplus", tokens=8, ring=32)
+    objects = []
+    for c in (plain.replace(state_dtype="fp32"), plain.replace(ring_rounding="stochastic")):
+        v = kernel.variant(kernel.default(c, 4096, device))
+        objects.append((object_spec(kernel, c, v, device), kernel.compiler))
+    for built in compile_objects(objects, Store(tmp_path)):
+        assert built.ok, built.reason
+        assert built.manifest.spill_bytes <= SPILL_LIMIT_BYTES
 
 
 def test_a_reset_ring_reads_nothing(functions):
