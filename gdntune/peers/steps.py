@@ -65,14 +65,16 @@ def windows(case: Case) -> Windows:
     before = c.conv_width - 1
     slots = case.read_index if case.slot_index is None else case.slot_index[:, 0]
     assert slots is not None
-    row = torch.arange(before, device=x.device).expand(B, -1)
-    if case.conv_position is not None:
-        row = (case.conv_position.long()[:, None] - before + row) % state.shape[1]
-    held = state[slots.long()[:, None], row]
-    wanted = torch.cat((held[:, 1:], x), 1)
     first = torch.zeros(B, dtype=torch.int64, device=x.device)
     if case.accepted is not None:
         first = case.accepted.long().clamp(1, c.tokens) - 1
+    row = torch.arange(before, device=x.device).expand(B, -1)
+    if case.conv_position is not None:
+        row = (case.conv_position.long()[:, None] - before + row) % state.shape[1]
+    else:
+        row = row + first[:, None]
+    held = state[slots.long()[:, None], row]
+    wanted = torch.cat((held[:, 1:], x), 1)
     # Of as many slots as requests and one: where they lie is looked up all the same.
     index = slots.long().argsort().argsort() + 1
     pool = state.new_zeros(B + 1, wanted.shape[1], x.shape[2])

@@ -207,6 +207,8 @@ CASES = [
     ("vllm", "conv_packed_decode_norm", Contract(**STEP, conv_width=3, conv_bias=True), (3, 2, 4)),
     ("vllm", "conv_packed_decode_norm", Contract(**STEP, conv_window="shifted"), (5, 2, 4)),
     ("vllm", "conv_post_conv_mtp", Contract(**STEP, **SLOTS), (5, 2, 4)),
+    ("vllm", "conv_post_conv_mtp", Contract(**STEP, **SLOTS, conv_window="shifted"), (5, 2, 4)),
+    ("vllm", "conv_post_conv_mtp", Contract(**STEP, **SLOTS, conv_window="dims_first"), (3, 2, 4)),
     ("vllm", "conv_post_conv_mtp", Contract(**STEP, **SLOTS, state_dtype="fp32"), (3, 2, 4)),
     ("vllm", "conv_post_conv_mtp", Contract(norm="sigmoid", **SLOTS), (5, 2, 4)),
     ("vllm", "fused_kda_decode", Contract(**KDA, state_dtype="fp32"), (3, 12, 12)),
