@@ -131,7 +131,7 @@ class Ring(WYBlock):
         self.u_terms = TERMS_KEPT[facts["ring_dtype"]]
         self.at_random = facts["ring_rounding"] == "stochastic"
         # of F x where it is folded: with two, 32 entries in an fp32 state came to 1.09 of the tolerance
-        self.fold_terms = TERMS + (self.state_dtype is Float32)
+        self.fold_terms = TERMS + (self.state_dtype is not BF)
         s = self.shape
         self.keys = KeyShape(
             s.K, s.tokens, s.vec, s.terms, s.key_terms, s.threads, entries=self.ring
