@@ -31,6 +31,7 @@ __all__ = [
     "at",
     "check_names",
     "default",
+    "elsewhere",
     "fingerprints",
     "flush",
     "get",
@@ -107,6 +108,12 @@ def refuse(contract: Contract, variant: Variant) -> str | None:
     """Why a variant cannot serve a contract, or None."""
     kernel = get(variant.kernel)
     return kernel.fault(contract, kernel.setting(variant.knobs))
+
+
+def elsewhere(contract: Contract, variant: Variant, device: Device) -> Variant:
+    """What a variant that another architecture's table chose becomes on a device."""
+    kernel = get(variant.kernel)
+    return kernel.variant(kernel.elsewhere(contract, kernel.setting(variant.knobs), device))
 
 
 def check_names(found: Iterable[Variant], source: str) -> None:

@@ -134,6 +134,8 @@ class Kernel:
         otherwise.
     under: whether a setting's times mean something under an L2 policy; they do under all, unless it
         says otherwise.
+    elsewhere: what a setting that another architecture's table chose becomes on a device, by
+        contract; itself, unless it says otherwise.
     few: of a floor, settings whose best is near the best of all: what a sweep of a few variants
         needs. None: all.
     layer: whether it serves contracts that do more of a layer than gates and delta rule, and those
@@ -159,6 +161,7 @@ class Kernel:
     leads: Callable[[Contract], bool] = lambda _: False
     at: Callable[[Problem, Device, Any], bool] = lambda problem, device, setting: True
     under: Callable[[Any, str], bool] = lambda setting, l2: True
+    elsewhere: Callable[[Contract, Any, Device], Any] = lambda contract, setting, device: setting
     block: Callable[[Contract, Any], Block] | None = None
     few: Callable[[Contract, Device], tuple[Any, ...]] | None = None
     layer: bool = False

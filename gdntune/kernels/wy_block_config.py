@@ -135,6 +135,19 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     return in_every_form([s for s in dict.fromkeys(tried) if not refuse(c, s)])
 
 
+def elsewhere(c: Contract, s: Knobs, device: Device) -> Knobs:
+    """On sm_100a no cap on registers where ptxas would keep more than 64 bytes a thread in local memory.
+
+    Of 32 rows with the final state and more than four tokens: 72 bytes of KDA, 104 of fp16 inputs;
+    158 registers and none without a cap (DSL 4.8.1).
+    """
+    many = c.mode == "update" and compiled_tokens(c) > 4
+    wide = c.op == "kda_decode" or c.input_dtype == "fp16"
+    if device.arch.startswith("sm_100") and many and wide and (s.rows, s.registers) == (32, 128):
+        return dataclasses.replace(s, registers=0)
+    return s
+
+
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A rule for where no table speaks: few rows a block while the heads are few."""
     few = work_units < 2 * device.sm_count
@@ -160,5 +173,6 @@ KERNEL = Kernel(
     compiler="gdntune.kernels.wy_block:compile",
     sources=("gdntune.kernels.wy_block",),
     block=block,
+    elsewhere=elsewhere,
     under=under,
 )

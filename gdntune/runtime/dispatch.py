@@ -231,6 +231,11 @@ class Runtime:
                 for c in found
                 if (fault := _unusable(contract, c.variant, self.device))
             ]
+            if not faults and source.table.device.arch != self.device.arch:
+                return [
+                    c._replace(variant=kernels.elsewhere(contract, c.variant, self.device))
+                    for c in found
+                ]
             if not faults:
                 return found
             warn_once(

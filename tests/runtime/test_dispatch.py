@@ -1,5 +1,6 @@
 """The runtime's choice of table, row and function."""
 
+import dataclasses
 import re
 
 import msgspec
@@ -10,6 +11,7 @@ from gdntune import kernels
 from gdntune.device import arch, gpus
 from gdntune.errors import TableError, ToolMissing, UnsupportedProblem
 from gdntune.kernels.spec import Variant
+from gdntune.kernels.wy_block_config import Knobs
 from gdntune.problem import Contract, Problem
 from gdntune.results import table
 from gdntune.results.table import Interval, Origin, Rule, Table, TableVariant
@@ -87,6 +89,28 @@ def test_the_nearest_device_serves_with_a_warning(places, caplog):
     for _ in range(2):
         assert "h100" in Runtime(like_h100).bind(Contract()).choice(5).why
     assert sum("nearest" in r.message for r in caplog.records) == 1
+
+
+def test_a_choice_that_would_spill_elsewhere_is_another_there(places):
+    """Fault: on a B200 an H200's choice for KDA at T=8 kept 72 bytes a thread in local memory, more
+    than a sweep accepts; without its cap on registers it keeps none.
+    """
+    contract = Contract("kda_decode", 8, gate="softplus")
+    hopper, blackwell = arch.target("sm_90a"), arch.target("sm_100a")
+    capped = Knobs(32, 4, registers=128)
+    found = a_table(hopper, contract, "wy_block")
+    last = list(found.variants)[-1]
+    variants = {**found.variants, last: TableVariant("wy_block", dataclasses.asdict(capped))}
+    path = places / "shipped" / hopper.slug / "kda_decode.json"
+    path.parent.mkdir(parents=True)
+    id = kernels.get("wy_block").variant(capped).id
+    path.write_text(
+        msgspec.json.encode(msgspec.structs.replace(found, variants=variants))
+        .decode()
+        .replace(f'"{last}"', f'"{id}"')
+    )
+    chosen = [Runtime(d).bind(contract).choices[-1].variant.id for d in (hopper, blackwell)]
+    assert chosen == ["wy_block.rw32.wp4.rg128", "wy_block.rw32.wp4"]
 
 
 def test_a_stale_table_says_so(places, caplog):
