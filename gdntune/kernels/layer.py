@@ -54,14 +54,13 @@ class Taps(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """What a block's norm has: rows of outputs in shared memory, weight and gate in registers, the output, epsilon.
+    """What a block's norm has: rows of outputs in shared memory, weight times gate in registers, the output, epsilon.
 
     own, squares: registers for a warp's rows and their sums of squares. sums, arrived: of a cluster, each block's sums of each token,
     and the mbarrier that counts their bytes. block: where the output's rows are.
     """
 
     rows: Any
-    weight: Any
     gate: Any
     output: Any
     eps: Any
@@ -218,6 +217,23 @@ class Layer(layer_rows.Rows):
         return cute.make_rmem_tensor(cute.make_layout((self.norm_rows, self.VL), stride=(self.VL, 1)), dtype)
 
     @cute.jit
+    def weighed(self, gate, weight, block, heads, tid):
+        """The norm's weight times the output's gate, of a warp's rows, while the state is on its way."""
+        # arithmetic that waits for the gate does not move ahead of the state's loads
+        cute.arch.sync_warp()
+        factors = self.rows_in_registers(F32)
+        for r in cutlass.range_constexpr(self.norm_rows):
+            t, g = self.row_of(r, tid)
+            if t < block.length and g < heads:
+                for i in cutlass.range_constexpr(self.VL):
+                    z = gate[r, i].to(F32)
+                    x = gates.sigmoid(z)
+                    if const_expr(self.norm == "silu"):
+                        x = x * z
+                    factors[r, i] = weight[i].to(F32) * x
+        return factors
+
+    @cute.jit
     def write_outputs(self, norm, heads, block, tid):
         """A warp's rows normalised, times weight and gate, to the output."""
         wl = tid % 32
@@ -235,11 +251,7 @@ class Layer(layer_rows.Rows):
                 rstd = cute.math.rsqrt(total * F32(1.0 / self.V) + norm.eps, fastmath=True)
                 y = cute.make_rmem_tensor((self.VL,), norm.output.element_type)
                 for i in cutlass.range_constexpr(self.VL):
-                    z = norm.gate[r, i].to(F32)
-                    gate = gates.sigmoid(z)
-                    if const_expr(self.norm == "silu"):
-                        gate = gate * z
-                    y[i] = (norm.own[r, i] * rstd * (norm.weight[i].to(F32) * gate)).to(norm.output.element_type)
+                    y[i] = (norm.own[r, i] * rstd * norm.gate[r, i]).to(norm.output.element_type)
                 row = norm.output[block.ni, block.t0 + t, block.hv + g, None]
                 cute.autovec_copy(y, cute.local_tile(row, (self.VL,), (self.in_row(block, wl),)))
 
@@ -721,7 +733,8 @@ class Layer(layer_rows.Rows):
             norm = None
             if const_expr(self.normed):
                 of_warp, squares = self.rows_in_registers(F32), cute.make_rmem_tensor((self.norm_rows,), F32)
-                norm = Norm(sO, rw, late.gate, output, norm_eps, of_warp, squares, sums, arrived, block)
+                factors = self.weighed(late.gate, rw, block, own_heads, tid)
+                norm = Norm(sO, factors, output, norm_eps, of_warp, squares, sums, arrived, block)
             body = self.many_tokens if const_expr(self.loop) else self.one_token
             body(x, options, within, thread, gate, read, kept, source, coming, write_slot, writes, Shared(own_heads, scalars), norm)
             if const_expr(self.normed and not self.ends_early):
