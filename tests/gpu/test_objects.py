@@ -35,6 +35,7 @@ def test_the_differential_run_draws_from_the_whole_contract(op):
         "conv_window": ("ring",),
         # rings of corrections have contracts of their own: tests/runtime/test_rings.py
         "ring_dtype": ("fp32",),
+        "ring_rounding": ("nearest",),
         "conv_width": (2, 3, 4),
         "op": (op,),
         "gate": GATES[op],
