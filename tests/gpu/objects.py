@@ -95,7 +95,7 @@ def layer_fields(pick: random.Random) -> dict[str, Any]:
     found: dict[str, Any] = {"norm": pick.choice(["none", "silu", "sigmoid"])}
     if found["norm"] != "none":
         found["norm_weight_dtype"] = pick.choice(["bf16", "fp16", "fp32"])
-    if pick.random() < 0.6:
+    if pick.random() < 0.8:
         found |= {
             "conv": pick.choice(["identity", "silu"]),
             "conv_width": pick.choice([2, 3, 4]),
