@@ -323,3 +323,47 @@ def test_what_no_kernel_has_is_refused():
         refused(
             match, gdntune.gated_delta_rule_verify, case.q, case.k, case.v, **{**good, **changes}
         )
+
+
+def test_misuse_of_kda_is_refused():
+    """Gates that do not go together, decays of another shape, a bound that the gate has not."""
+    c = GDN.replace(op="kda_decode", gate="softplus")
+    case = make_case(Problem(c, 2, 1, 2), "cpu", 0)
+    names = ("ring_k", "ring_u", "ring_decay", "ring_base", "ring_count")
+    good = {
+        "initial_state": case.state, "initial_state_indices": case.read_index,
+        "A_log": case.A_log, "dt_bias": case.dt_bias, "b": case.b,
+        **{n: getattr(case, n) for n in names},
+    }  # fmt: skip
+    for match, changes in (
+        ("A_log and dt_bias together", {"A_log": None}),
+        ("lower_bound with them alone", {"A_log": None, "dt_bias": None, "lower_bound": -5.0}),
+        ("expected b .* or beta", {"beta": case.b}),
+        ("ring_decay has shape", {"ring_decay": case.ring_decay[..., 0].contiguous()}),
+        ("ring_seed has shape", {"ring_seed": torch.zeros(3, dtype=torch.int32)}),
+        ("ring_rounding='stochastic'", {"ring_seed": torch.zeros(2, dtype=torch.int32)}),
+        ("tree", {"retrieve_parent_token": torch.zeros(2, 4)}),
+    ):
+        given = {**good, **changes}
+        if "ring_seed" in changes and changes["ring_seed"].shape == (3,):
+            given["initial_state"] = case.state.bfloat16()
+        refused(match, gdntune.kda_verify, case.q, case.k, case.v, case.a, **given)
+    refused("lower_bound=-5.0 with the gate softplus", rings, c, lower_bound=-5.0)
+
+
+def test_seeds_are_a_layers_and_a_steps_own():
+    """With rounding at random each layer and step has another key; the seed says which."""
+    c = GDN.replace(state_dtype="bf16", ring_rounding="stochastic")
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(0)
+        made, _ = rings(c, seed=seed, flush_min=0)
+        slots = torch.tensor([1], device="cpu")
+        for _ in range(2):
+            made.begin(slots)
+            for layer in range(LAYERS):
+                made.verify(layer, *drafts(c, 1, "cpu"), slots)
+            made.accept(slots, torch.tensor([4]))
+        found.append(made.states.clone())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
