@@ -197,7 +197,6 @@ class _Form(NamedTuple):
 # their way in registers.
 _ONE = (
     _Form(256, 4),
-    _Form(256, 8),
     _Form(256, 4, 64),
     _Form(128, 8, 64),
     _Form(128, 4, share=2),
@@ -213,7 +212,6 @@ _SEVERAL = (
     _Form(128, 8, 64),
     _Form(128, 8, 64, registers=96),
     _Form(128, 8, ahead=2, copied=True),
-    _Form(128, 4, ahead=4, copied=True),
 )
 
 
