@@ -4,12 +4,13 @@ A ring keeps of each accepted token that the state lacks its key k_i as it came,
 product of the decays behind entry i and R that of all,
 
     S_L = R S0 + sum_i F_i x_i k_i^T                    the state that the call starts from; never formed, unless it is folded
-    P'  = [k, q] S_L^T = R [k, q] S0^T + (G F) x        G = [k, q] k_ring^T
+    P'  = S_L [k, q]^T = R S0 [k, q]^T + x (F G)^T      G = [k, q] k_ring^T
     y_t = beta_t / |k_t| (v_t - D_t P'_k[t] / |k_t|)    what a token's correction would be, were there none in this call
     x   = W y,   o = D P'_q + C W y                     W = (I + diag(beta / |k|^2) tril(k k^T, -1))^-1,  C = tril(q k^T), with decays
 
-All rows of V are multiplied by the same G F, W and C W, which a block works out while the state is on its way. What is left behind the
-state is a chain of products on tensor cores, tokens by rows of V, with y turned in registers: nothing of a row meets shared memory.
+All rows of V are multiplied by the same F G, W and C W, which a block works out while the state is on its way. What is left behind the
+state is a chain of products on tensor cores, rows of V by tokens: sums of one lie in registers as the next one's operand does, so that
+nothing of a row meets shared memory.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from gdntune.kernels import decode, gates, rounding, transpose
+from gdntune.kernels import decode, gates, rounding
 from gdntune.kernels import fragments as fr
 from gdntune.kernels.wy_block import HIGHEST_ORDER, Span, WYBlock
 from gdntune.kernels.wy_block_gdn import CHUNK, RowStage
@@ -34,8 +35,8 @@ F32, BF = Float32, BFloat16
 TERMS_KEPT = {"bf16": 1, "fp32": 2}
 # and what is worked out in fp32; of two such factors the product of both second terms is below fp32's roundoff
 TERMS = 2
-# bf16 of an operand of 16 rows that a lane has, of 16 columns
-OPERAND = 8
+# elements of a matrix of eight rows, an operand's unit
+MATRIX = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,12 +127,12 @@ class Ring(WYBlock):
 
     def __init__(self, facts: dict, knobs: dict):
         super().__init__(facts, {**knobs, "pdl": "none", "matrices": False})
-        self.shared = knobs["shared"]
+        self.shared, self.late = knobs["shared"], knobs["late"]
         self.ring, self.u_dtype = facts["ring"], decode.DTYPES[facts["ring_dtype"]]
         self.u_terms = TERMS_KEPT[facts["ring_dtype"]]
-        self.at_random = facts["ring_rounding"] == "stochastic"
         # of F x where it is folded: with two, 32 entries in an fp32 state came to 1.09 of the tolerance
         self.fold_terms = TERMS + (self.state_dtype is not BF)
+        self.at_random = facts["ring_rounding"] == "stochastic"
         s = self.shape
         self.keys = KeyShape(
             s.K, s.tokens, s.vec, s.terms, s.key_terms, s.threads, entries=self.ring
@@ -140,26 +141,25 @@ class Ring(WYBlock):
         # of 16 entries, which one product adds up
         self.slices = self.ring // 16
         self.pieces = -(-self.ring * (s.K // CHUNK) // s.threads)
-        # operands of 16 columns, and of eight, whose rows are [k, q] of a tile; packed: both terms of one
-        self.terms_apart = 1 if s.packed else TERMS
-        self.ring_operands = s.tiles * self.slices * self.terms_apart
-        self.matrices = self.solution_place(s.tiles, 0, 0)
+        # of 16 rows of V; of eight columns: a tile's k and its q, or both where tokens are few
+        self.row_tiles, self.token_columns = self.octets // 2, 1 if s.packed else 2 * s.tiles
+        # two accumulators where a warp's sums alone do not fill mma's latency
+        self.chains = 2 if self.row_tiles * self.token_columns < 4 else 1
+        # matrices of F G, then of W and C W
+        self.ring_matrices = self.token_columns * self.slices * TERMS * 2
+        self.matrices = self.ring_matrices + self.token_columns * s.tiles * TERMS
 
     def row_of(self, octet, g):
         """Rows side by side: a thread's corrections of an entry are one load."""
         return self.octets * g + octet
 
-    def ring_place(self, tile, piece, term: int, lane):
-        """Where a lane's part of G F is: of a tile of tokens and 16 entries, eight elements."""
-        return (((tile * self.slices + piece) * self.terms_apart + term) * 32 + lane) * OPERAND
+    def ring_matrix(self, column, half, term: int):
+        """Where F G of a column of tokens and the entries 8 half to 8 half + 7 is."""
+        return ((column * self.slices + half // 2) * TERMS + term) * 2 + half % 2
 
-    def solution_place(self, tile, other, lane):
-        """Where a lane's part of W and C W is: of a tile's tokens and another's corrections, four elements a term; packed: two."""
-        size = OPERAND // 2 * self.terms_apart
-        return (
-            self.ring_operands * 32 * OPERAND
-            + ((tile * self.shape.tiles + other) * 32 + lane) * size
-        )
+    def solution_matrix(self, column, tile, term: int):
+        """Where W or C W of a column of tokens and the corrections of a tile is."""
+        return self.ring_matrices + (column * self.shape.tiles + tile) * TERMS + term
 
     @cute.jit
     def gated_delta_rule_ring(
@@ -244,8 +244,8 @@ class Ring(WYBlock):
         after = fr.at_lane(x, cutlass.min(lane + 1, 31))
         return cutlass.select_(lane + 1 >= self.ring, F32(1.0), after), fr.at_lane(x, 0)
 
-    def operands_of(self, x: "Corrected", terms: int, place, factors=None):
-        """x, or F x, in bf16 terms, of each 16 entries: A's registers of two octets of rows, or B's of one."""
+    def operands_of(self, x: "Corrected", terms: int, factors=None):
+        """x, or F x, in bf16 terms: of each 16 entries and two octets of rows A's registers of one product, which are B's of two."""
         u = fr.registers(terms * self.slices * self.octets * 4, BF)
         for n in range(2 * self.slices):
             for j in range(self.octets):
@@ -255,7 +255,7 @@ class Ring(WYBlock):
                     if factors is not None:
                         both[e] = both[e] * factors[2 * n + e]
                 for term in range(terms):
-                    at = place(term, n // 2, j, n % 2)
+                    at = self.u_place(term, n // 2, j) + n % 2 * 4
                     cute.autovec_copy(fr.split(both), fr.pair(u, at))
         return u
 
@@ -263,17 +263,9 @@ class Ring(WYBlock):
         """F of entries 2c and 2c + 1 of each eight."""
         return [fr.at_lane(x.after, n // 2 * 8 + 2 * th.c + n % 2) for n in range(4 * self.slices)]
 
-    def a_place(self, term: int, piece: int, octet: int, half: int = 0) -> int:
-        """Where a word of x as A is: rows of two octets, then the other half of the entries."""
-        return (
-            ((term * self.slices + piece) * self.octets // 2 + octet // 2) * 8
-            + half * 4
-            + octet % 2 * 2
-        )
-
-    def b_place(self, term: int, piece: int, octet: int, half: int = 0) -> int:
-        """The same as B."""
-        return ((term * self.slices + piece) * self.octets + octet) * 4 + half * 2
+    def u_place(self, term: int, piece: int, octet: int) -> int:
+        """Where an octet's registers begin: their halves along the entries are four elements apart."""
+        return ((term * self.slices + piece) * (self.octets // 2) + octet // 2) * 8 + octet % 2 * 2
 
     @cute.jit
     def ask_state(self, tile, row0, th, own):
@@ -304,59 +296,60 @@ class Ring(WYBlock):
             cute.autovec_copy(state[(j * self.share + element) // vec, None], run)
         return Held(x, element, vec)
 
-    def state_as_b(self, held: Held, j: int, x: int):
-        """The state's part in product x of an octet as operands, a term each."""
-        at = held.at(j, 4 * x)
+    def state_as_a(self, held: Held, m: int, x: int):
+        """The state's part in product x of 16 rows as operands, a term each."""
+        at, next_octet = held.at(2 * m, 4 * x), held.width
         if self.state_dtype is BF:
-            return [fr.operand_b(held.x, at)]
-        words = [fr.wide(fr.pair(held.x, at + 2 * f), 2) for f in range(2)]
+            return [fr.view(held.x, at, ((2, 2, 2),), ((1, next_octet, 2),))]
+        words = [
+            fr.wide(fr.pair(held.x, at + n % 2 * next_octet + n // 2 * 2), 2) for n in range(4)
+        ]
         found = []
         for _ in range(self.state_terms):
-            b = fr.registers(4, BF)
-            for f in range(2):
-                cute.autovec_copy(fr.split(words[f]), fr.pair(b, 2 * f))
-            found.append(fr.operand_b(b))
+            a = fr.registers(8, BF)
+            for n in range(4):
+                cute.autovec_copy(fr.split(words[n]), fr.pair(a, 2 * n))
+            found.append(fr.operand_a(a))
         return found
 
-    def read_tokens(self, o, th, first: int, end: int):
-        """[k, q] as A of the products first to end - 1: a list of fragments each."""
-        s, found = self.shape, []
-        for x in range(first, end):
-            found.append([])
-            for a in range(s.fragments):
-                operand = fr.registers(OPERAND, BF)
-                fr.read_matrices(o.x, s.place_a(th, a) + 16 * x, operand)
-                found[-1].append(operand)
-        return found
-
-    def project(self, state, o, th, ahead=None):
-        """[k, q] S0^T of the warp's rows, as sums; ahead: [k, q] where it has been read."""
+    def project(self, state, o, th):
+        """S0 [k, q]^T of the warp's rows, as sums."""
         s, C = self.shape, self.chains
-        p, held = fr.registers(C * s.tiles * self.octets * 4, F32, 0.0), None
-        for x in range(s.products):
+        p = fr.registers(C * self.token_columns * self.row_tiles * 4, F32, 0.0)
+        blocks, held = self.token_columns * s.terms, None
+        # four matrices are two products of a block of eight columns, or one of two
+        step = 2 if blocks == 1 else 1
+        row, quarter = th.lane % 8, th.lane // 8
+        place = row * s.stride + quarter * 8
+        if step == 1:
+            place = (quarter // 2 * 8 + row) * s.stride + quarter % 2 * 8
+        for first in range(0, s.products, step):
             # else all matrices of the loop are read at its head, into as many registers as the state has
-            if x % 2 == 0:
+            if first % 2 == 0:
                 cute.arch.sync_warp()
-            held = self.part(state, 4 * x, held)
-            states = [self.state_as_b(held, j, x) for j in range(self.octets)]
-            tokens = self.read_tokens(o, th, x, x + 1)[0] if ahead is None else ahead[x]
-            for a in range(s.fragments):
-                chain = (a if s.fragments > s.tiles else x) % C
-                for order in range(self.state_terms):
-                    if s.first_term(a) + order > HIGHEST_ORDER:
-                        continue
-                    for j in range(self.octets):
-                        acc = self.sums_at(p, s.tile(a), j, chain)
-                        fr.mma(acc, fr.operand_a(tokens[a]), states[j][order])
+            states = []
+            for x in range(first, first + step):
+                held = self.part(state, 4 * x, held)
+                states.append([self.state_as_a(held, m, x) for m in range(self.row_tiles)])
+            for pair in range(0, blocks, 2):
+                words = fr.registers(8, BF)
+                fr.read_matrices(o.x, place + 8 * pair * s.stride + 16 * first, words)
+                for i in range(2):
+                    x, block = (i, pair) if step == 2 else (0, pair + i)
+                    term, chain = block // self.token_columns, (first + x) % C
+                    for m in range(self.row_tiles):
+                        acc = self.sums_at(p, block % self.token_columns, m, chain)
+                        for order in range(min(self.state_terms, HIGHEST_ORDER - term + 1)):
+                            fr.mma(acc, states[x][m][order], fr.operand_b(words, 4 * i))
         return p
 
-    def sums_at(self, p, tile: int, j: int, chain: int = 0):
-        """Of an octet of rows and a tile's tokens, k's and q's."""
-        return fr.accumulator(p, ((chain * self.shape.tiles + tile) * self.octets + j) * 4)
+    def sums_at(self, p, column: int, m: int, chain: int = 0):
+        """Of 16 rows and eight columns."""
+        return fr.accumulator(p, ((chain * self.token_columns + column) * self.row_tiles + m) * 4)
 
     @cute.jit
     def correlate(self, o, keys, after, matrices, th):
-        """G F to `matrices`: a warp has eight entries at a time, and all tokens."""
+        """F G to `matrices`: a warp has eight entries at a time, and all tokens."""
         halves = const_expr(2 * self.slices)
         for at in cutlass.range_constexpr(-(-halves // self.shape.warps)):
             half = at * self.shape.warps + th.warp
@@ -364,9 +357,10 @@ class Ring(WYBlock):
                 self.correlate_half(o, keys, after, matrices, half, th)
 
     def correlate_half(self, o, keys, after, matrices, half, th) -> None:
-        """G F of the entries 8 half to 8 half + 7."""
+        """F G of the entries 8 half to 8 half + 7."""
         s = self.shape
         sums = fr.registers(s.tiles * 2 * 4, F32, 0.0)
+        bases = [s.place_a(th, a) for a in range(s.fragments)]
         place = (8 * half + th.lane % 8) * s.stride + th.lane // 8 * 8
         for first in range(0, s.products, 2):
             entries = [fr.registers(8, BF) for _ in range(s.terms)]
@@ -375,29 +369,25 @@ class Ring(WYBlock):
                     keys.x, place + term * self.ring * s.stride + 16 * first, entries[term]
                 )
             for i in range(2):
-                tokens = self.read_tokens(o, th, first + i, first + i + 1)[0]
                 for a in range(s.fragments):
+                    A = fr.registers(8, BF)
+                    fr.read_matrices(o.x, bases[a] + 16 * (first + i), A)
                     acc = fr.accumulator(sums, (s.tile(a) * 2 + i) * 4)
                     for term in range(s.terms):
-                        fr.mma(acc, fr.operand_a(tokens[a]), fr.operand_b(entries[term], 4 * i))
+                        fr.mma(acc, fr.operand_a(A), fr.operand_b(entries[term], 4 * i))
         factors = [fr.at_lane(after, 8 * half + 2 * th.c + e) for e in range(2)]
         for tile in range(s.tiles):
             y = [sums[8 * tile + e] + sums[8 * tile + 4 + e] for e in range(4)]
-            words = [fr.registers(2) for _ in range(1 if s.packed else 2)]
-            for e in range(2):
-                # packed: rows g + 8 are the second term's, or zeros
-                y_k = y[e] + y[2 + e] if s.packed else y[e]
-                words[0][e] = y_k * factors[e]
-                if not s.packed:
-                    words[1][e] = y[2 + e] * factors[e]
-            # packed: the second term in the rows behind
-            for term in range(self.terms_apart):
-                both = fr.registers(4, BF)
-                for row in range(2):
-                    word = fr.split(words[0 if s.packed else row])
-                    cute.autovec_copy(word, fr.pair(both, 2 * row))
-                at = self.ring_place(tile, half // 2, term, th.lane) // 4 + half % 2
-                cute.autovec_copy(both, cute.local_tile(matrices, (4,), (at,)))
+            if s.packed:
+                # rows g + 8 are the second term's, or zeros
+                y = [y[e] + y[2 + e] for e in range(2)]
+            for which in range(len(y) // 2):
+                both = fr.registers(2)
+                for e in range(2):
+                    both[e] = y[2 * which + e] * factors[e]
+                for term in range(TERMS):
+                    to = self.ring_matrix(2 * tile + which, half, term) * (MATRIX // 2) + th.lane
+                    cute.autovec_copy(fr.split(both), cute.local_tile(matrices, (2,), (to,)))
 
     @cute.jit
     def solve_all(self, o, matrices, th):
@@ -431,149 +421,163 @@ class Ring(WYBlock):
         for term in range(TERMS):
             word = fr.split(both)
             for which in range(2):
-                row = 4 * which + t if self.shape.packed else t % 8
-                place = self.solution_place(t // 8, j // 8, 4 * row + j % 8 // 2) + j % 2
-                matrices[place + 2 * (term if self.shape.packed else which + 2 * term)] = word[
-                    which
-                ]
+                column, row = (
+                    (0, 4 * which + t) if self.shape.packed else (t // 8 * 2 + which, t % 8)
+                )
+                at = self.solution_matrix(column, j // 8, term) * MATRIX + 8 * row + j % 8
+                matrices[at] = word[which]
 
     @cute.jit
     def load_tokens(self, v, span, hv, row0, th):
-        """Issues the loads of v as sums lie: of token g of each eight a thread's columns of all octets, side by side."""
-        width = const_expr(2 * self.octets)
-        x = cute.make_rmem_tensor((self.shape.tiles * width,), v.element_type)
+        """Issues the loads of v as sums lie: of tokens 2c and 2c + 1 of each eight, a thread's rows side by side."""
+        x = cute.make_rmem_tensor((2 * self.shape.tiles * self.octets,), v.element_type)
         x.fill(0)
-        for tile in cutlass.range_constexpr(self.shape.tiles):
-            t = 8 * tile + th.g
-            # packed: lanes behind have q's rows
+        for n in cutlass.range_constexpr(2 * self.shape.tiles):
+            t = n // 2 * 8 + 2 * th.c + n % 2
+            # packed: lanes behind have q's columns
             if t < self.shape.N:
                 source = v[span.row, span.token(t), hv, None]
                 cute.autovec_copy(
-                    cute.local_tile(source, (width,), (row0 // width + th.c,)),
-                    cute.local_tile(x, (width,), (tile,)),
+                    cute.local_tile(source, (self.octets,), (row0 // self.octets + th.g,)),
+                    cute.local_tile(x, (self.octets,), (n,)),
                 )
         return x
 
-    def scales(self, o, th, tile: int):
-        """Of token g of a tile: what v, P'_k and P'_q are multiplied by; packed: what P' is, in P'_k's place."""
-        t = 8 * tile + th.g
-        factors = fr.registers(4)
-        cute.autovec_copy(o.factors[t % 4 if self.shape.packed else t, None], factors)
-        v, k, q = factors[0], -factors[1] * factors[3], factors[2] * factors[3]
-        if self.shape.packed:
-            v = cutlass.select_(th.g < 4, v, F32(0.0))
-            k = cutlass.select_(th.g < 4, k, q)
-        return v, k, q
+    def scales(self, o, th):
+        """Of each column of tokens a thread's two: what v and what P' is multiplied by."""
+        s, found = self.shape, []
+        for tile in range(s.tiles):
+            both = [[], []]
+            for e in range(2):
+                t = 8 * tile + 2 * th.c + e
+                factors = fr.registers(4)
+                cute.autovec_copy(o.factors[t % 4 if s.packed else t, None], factors)
+                k, q = -factors[1] * factors[3], factors[2] * factors[3]
+                if s.packed:
+                    is_k = th.c < 2
+                    v = cutlass.select_(is_k, factors[0], F32(0.0))
+                    both[0].append((v, cutlass.select_(is_k, k, q)))
+                else:
+                    both[0].append((factors[0], k))
+                    both[1].append((None, q))
+            found += both[: 1 if s.packed else 2]
+        return found
 
-    def read_operand(self, matrices, place, n: int):
-        """A lane's n elements of an operand."""
-        x = fr.registers(n, BF)
-        cute.autovec_copy(cute.local_tile(matrices, (n,), (place // n,)), x)
+    def read_all(self, matrices, first: int, count: int, th):
+        """`count` matrices as B's registers, two of bf16 each."""
+        x = fr.registers(2 * count, BF)
+        for at in range(0, count, 4):
+            n = min(4, count - at)
+            # lanes behind those that name a row are not looked at
+            place = (first + at) * MATRIX + 8 * (th.lane % (8 * n))
+            fr.read_matrices(matrices, place, x, 2 * at, n)
         return x
 
     def answer(self, p, o, matrices, x: Corrected, values, th):
         """Corrections and outputs in the sums' places: P', y, and what the tokens of the call do to one another."""
         s = self.shape
-        u = self.operands_of(x, self.u_terms, self.b_place)
-        for tile in range(s.tiles):
-            for j in range(self.octets):
-                y = self.sums_at(p, tile, j)
+        u = self.operands_of(x, self.u_terms)
+        scales = self.scales(o, th)
+        for m in range(self.row_tiles):
+            for column in range(self.token_columns):
+                y = self.sums_at(p, column, m)
                 for e in range(4):
-                    if self.chains > 1:
-                        y[e] = y[e] + self.sums_at(p, tile, j, 1)[e]
                     y[e] = y[e] * x.total
-            for piece in range(self.slices):
-                for term in range(self.terms_apart):
-                    place = self.ring_place(tile, piece, term, th.lane)
-                    ring = fr.operand_a(self.read_operand(matrices, place, OPERAND))
-                    for u_term in range(min(self.u_terms, TERMS - term)):
-                        for j in range(self.octets):
-                            b = fr.operand_b(u, self.b_place(u_term, piece, j))
-                            fr.mma(self.sums_at(p, tile, j), ring, b)
-        turned = []
-        for tile in range(s.tiles):
-            scales = self.scales(o, th, tile)
-            turned.append(
-                [self.own_correction(p, tile, j, scales, values, th) for j in range(self.octets)]
+                    if self.chains > 1:
+                        y[e] = y[e] + self.sums_at(p, column, m, 1)[e] * x.total
+        for column in range(self.token_columns):
+            ring = self.read_all(
+                matrices, self.ring_matrix(column, 0, 0), self.slices * TERMS * 2, th
             )
-        for tile in range(s.tiles):
-            for other in range(tile + 1):
-                size = OPERAND // 2 * self.terms_apart
-                solution = self.read_operand(
-                    matrices, self.solution_place(tile, other, th.lane), size
-                )
-                for term in range(self.terms_apart):
-                    a = fr.operand_a(solution, 4 * term, 8)
-                    for order in range(TERMS - term):
-                        for j in range(self.octets):
-                            b = fr.operand_b(turned[other][j], 2 * order, 8)
-                            fr.mma(self.sums_at(p, tile, j), a, b, 8)
-        if s.packed:
-            for j in range(self.octets):
-                y = self.sums_at(p, 0, j)
-                for e in range(2):
-                    y[e] = y[e] + y[2 + e]
+            for m in range(self.row_tiles):
+                acc = self.sums_at(p, column, m)
+                for piece in range(self.slices):
+                    for term in range(TERMS):
+                        b = fr.operand_b(ring, (piece * TERMS + term) * 4)
+                        for u_term in range(min(self.u_terms, TERMS - term)):
+                            fr.mma(acc, fr.operand_a(u, self.u_place(u_term, piece, 2 * m)), b)
+        # of a row tile and a tile of tokens its terms
+        terms = [
+            [self.own_corrections(p, m, tile, scales, values, th) for tile in range(s.tiles)]
+            for m in range(self.row_tiles)
+        ]
+        for column in range(self.token_columns):
+            first = self.solution_matrix(column, 0, 0)
+            solution = self.read_all(matrices, first, s.tiles * TERMS, th)
+            for tile in range(column // 2 + 1):
+                for m in range(self.row_tiles):
+                    acc = self.sums_at(p, column, m)
+                    for term in range(TERMS):
+                        b = fr.operand_b(solution, 2 * (tile * TERMS + term), 8)
+                        for order in range(TERMS - term):
+                            fr.mma(acc, fr.operand_a(terms[m][tile][order], 0, 8), b, 8)
 
-    def own_correction(self, p, tile: int, j: int, scales, values, th):
-        """y of an octet of rows and a tile of tokens in place of P'_k, D P'_q in place of P'_q; returned are y's terms as B."""
-        s, (by_v, by_k, by_q) = self.shape, scales
-        y, both = self.sums_at(p, tile, j), fr.registers(2)
-        for e in range(2):
-            # packed: rows g + 8 are second terms
-            p_k = y[e] + y[2 + e] if s.packed else y[e]
-            v = values[(tile * 2 + e) * self.octets + j].to(F32)
-            y[e] = p_k * by_k + v * by_v
+    def own_corrections(self, p, m: int, tile: int, scales, values, th):
+        """y of 16 rows and a tile of tokens in place of P'_k, D P'_q in place of P'_q; returned are y's terms as A."""
+        s = self.shape
+        k = tile if s.packed else 2 * tile
+        y = self.sums_at(p, k, m)
+        both = [fr.registers(2), fr.registers(2)]
+        for e in range(4):
+            by_v, by_p = scales[k][e % 2]
+            v = values[(2 * tile + e % 2) * self.octets + 2 * m + e // 2].to(F32)
+            y[e] = y[e] * by_p + v * by_v
             if s.tokens < s.N:
                 # shared memory has rows of tokens that nobody fills
-                y[e] = cutlass.select_(8 * tile + th.g < s.tokens, y[e], F32(0.0))
-            y[2 + e] = F32(0.0) if s.packed else y[2 + e] * by_q
-            both[e] = y[e]
-        found = fr.registers(2 * TERMS, BF)
-        for term in range(TERMS):
-            cute.autovec_copy(transpose.pair(fr.split(both), 0), fr.pair(found, 2 * term))
+                y[e] = cutlass.select_(8 * tile + 2 * th.c + e % 2 < s.tokens, y[e], F32(0.0))
+            both[e // 2][e % 2] = y[e]
+        if not s.packed:
+            q = self.sums_at(p, k + 1, m)
+            for e in range(4):
+                q[e] = q[e] * scales[k + 1][e % 2][1]
+        found = []
+        for _ in range(TERMS):
+            a = fr.registers(4, BF)
+            for half in range(2):
+                cute.autovec_copy(fr.split(both[half]), fr.pair(a, 2 * half))
+            found.append(a)
         return found
 
     @cute.jit
     def store_rows(self, p, mine, row0, th):
         """Corrections to the ring, outputs to theirs."""
-        for tile in cutlass.range_constexpr(self.shape.tiles):
-            t = 8 * tile + th.g
+        for n in cutlass.range_constexpr(2 * self.shape.tiles):
+            t = n // 2 * 8 + 2 * th.c + n % 2
             if const_expr(self.shape.packed):
-                if t < 4:
-                    self.store_u(p, mine, row0, t, tile, th)
+                if th.c < 2:
+                    self.store_u(p, mine, row0, t, 0, n % 2, th)
                 else:
-                    self.store_output(p, mine, row0, t - 4, tile, 0, th)
+                    self.store_output(p, mine, row0, t - 4, 0, n % 2, th)
             else:
-                self.store_u(p, mine, row0, t, tile, th)
-                self.store_output(p, mine, row0, t, tile, 2, th)
+                self.store_u(p, mine, row0, t, n // 2 * 2, n % 2, th)
+                self.store_output(p, mine, row0, t, n // 2 * 2 + 1, n % 2, th)
 
     @cute.jit
-    def store_u(self, p, mine, row0, t, tile: cutlass.Constexpr, th):
-        """A token's corrections of a thread's columns."""
+    def store_u(self, p, mine, row0, t, column: cutlass.Constexpr, e: cutlass.Constexpr, th):
+        """A token's corrections of a thread's rows."""
         if t < mine.appended:
             row = mine.u[mine.live.place(mine.live.count + t), None]
-            self.store_side_by_side(p, row, row0, tile, 0, th)
+            self.store_side_by_side(p, row, row0, column, e, th)
 
     @cute.jit
-    def store_output(self, p, mine, row0, t, tile: cutlass.Constexpr, e: cutlass.Constexpr, th):
-        """A token's outputs of a thread's columns."""
+    def store_output(self, p, mine, row0, t, column: cutlass.Constexpr, e: cutlass.Constexpr, th):
+        """A token's outputs of a thread's rows."""
         if t < mine.tokens:
-            self.store_side_by_side(p, mine.out[t, None], row0, tile, e, th)
+            self.store_side_by_side(p, mine.out[t, None], row0, column, e, th)
 
-    def store_side_by_side(self, p, to, row0, tile: int, e: int, th) -> None:
-        width = 2 * self.octets
-        x = fr.registers(width)
-        for column in range(2):
-            for j in range(self.octets):
-                x[column * self.octets + j] = self.sums_at(p, tile, j)[e + column]
-        stored = fr.registers(width, to.element_type)
+    def store_side_by_side(self, p, to, row0, column: int, e: int, th) -> None:
+        x = fr.registers(self.octets)
+        for j in range(self.octets):
+            x[j] = self.sums_at(p, column, j // 2)[j % 2 * 2 + e]
+        stored = fr.registers(self.octets, to.element_type)
         stored.store(x.load().to(to.element_type))
-        cute.autovec_copy(stored, cute.local_tile(to, (width,), (row0 // width + th.c,)))
+        goal = cute.local_tile(to, (self.octets,), (row0 // self.octets + th.g,))
+        cute.autovec_copy(stored, goal)
 
     def fold(self, state, x: Corrected, goal, chance, row0, th) -> None:
         """S_L, rounded, to `goal`: rows whose keys lie side by side as soon as 16 bytes of them are there."""
         s = self.shape
-        u = self.operands_of(x, self.fold_terms, self.a_place, self.factors_of(x, th))
+        u = self.operands_of(x, self.fold_terms, self.factors_of(x, th))
         row = th.lane // 8 % 2 * 8 + th.lane % 8
         place, held = row * s.stride + th.lane // 16 * 8, None
         for first in range(0, self.share // 2, 2):
@@ -586,10 +590,10 @@ class Ring(WYBlock):
                 )
             drawn = [
                 self.draw(chance, row0, first * self.octets // 4 + m, th)
-                for m in range(self.octets // 2)
+                for m in range(self.row_tiles)
             ]
             for i in range(2):
-                for m in range(self.octets // 2):
+                for m in range(self.row_tiles):
                     self.fold_two(held, words, u, x.total, first + i, i, m, drawn[m])
             if self.k_last:
                 self.store_runs(held, goal, row0, 2 * first, 2 * first + 4, th)
@@ -622,7 +626,7 @@ class Ring(WYBlock):
             for piece in range(self.slices):
                 b = fr.operand_b(words, (term * self.slices + piece) * 8 + 4 * i)
                 for u_term in range(self.fold_terms - term):
-                    a = fr.operand_a(u, self.a_place(u_term, piece, 2 * m))
+                    a = fr.operand_a(u, self.u_place(u_term, piece, 2 * m))
                     fr.mma(acc, a, b)
         if drawn is not None:
             rounding.at_random(y, drawn[2 * i : 2 * i + 2], self.state_dtype)
@@ -657,15 +661,12 @@ class Ring(WYBlock):
             first = row0 + it * self.rows
             raw = came
             if const_expr(self.shared):
-                # in registers that the state does not need here
-                ahead = self.read_tokens(o, th, 0, self.shape.products)
                 cute.arch.cp_async_wait_group(0)
-                p = self.project(raw, o, th, ahead)
             else:
                 raw = self.turned(came)
-                p = self.project(raw, o, th)
+            p = self.project(raw, o, th)
             if const_expr(it == 0):
-                # G F, W and C W are there
+                # F G, W and C W are there
                 cute.arch.sync_threads()
             these, own = values, x
             if const_expr(it + 1 < self.passes):
@@ -707,8 +708,24 @@ class Ring(WYBlock):
 
         live_slot, writes = self.named(slot, write_slot, slots, null_index)
         if live_slot:
+            live = Live(
+                cutlass.min(cutlass.max(base, 0), ring_rows - 1),
+                cutlass.min(cutlass.max(count, 0), cutlass.min(ring_rows, self.ring)),
+                ring_rows,
+            )
+            k_rows = ring_k[Int64(slot), Int64(hq), None, None]
+            u_rows = ring_u[Int64(slot), Int64(hv), None, None]
+            decays = ring_decay[Int64(slot), Int64(hv), None]
+            # ahead of the state, which is more: what is made of the ring is to be ready when the state comes
+            old_decay = self.load_decay(decays, live, th.lane)
+            old_keys = self.load_keys(k_rows, live, th.tid)
+            cute.arch.sync_warp()
             smem = SmemAllocator()
             source = state[Int64(slot), hv, None, None]
+            own = self.own_memory(smem, th)
+            came = self.ask_state(source, row0, th, own)
+            # what follows does not move across this: it would wait for k before the state is asked for
+            cute.arch.sync_warp()
             o = allocate(smem, self.shape, False, False, k.element_type)
             keys = KeyRows(
                 smem.allocate_tensor(
@@ -717,86 +734,52 @@ class Ring(WYBlock):
                     16,
                 )
             )
-            matrices = smem.allocate_tensor(BF, cute.make_layout((self.matrices,)), 16)
-            own = self.own_memory(smem, th)
-            came = self.ask_state(source, row0, th, own)
-            cute.arch.sync_warp()
-            # Always so, here and below, which no compiler knows: else it works out what follows before the state or the ring is asked
-            # for, and waits for k and q there.
-            if tokens > 0:
-                live = Live(
-                    cutlass.min(cutlass.max(base, 0), ring_rows - 1),
-                    cutlass.min(cutlass.max(count, 0), cutlass.min(ring_rows, self.ring)),
-                    ring_rows,
+            matrices = smem.allocate_tensor(BF, cute.make_layout((self.matrices * MATRIX,)), 16)
+            # Late: always so, which no compiler knows. It would else work out norms and gates, and wait for k and q, ahead of the state.
+            going = cutlass.Boolean(True)
+            if const_expr(self.late):
+                going = tokens > 0
+            if going:
+                folds = live.count >= cutlass.min(flush_min, self.ring + 1 - tokens)
+                appended = cutlass.select_(append != 0, tokens, Int32(0))
+                beta = cutlass.select_(th.lane < tokens, self.beta_of(gb, beta_scale), F32(0.0))
+                decay = gates.decay(
+                    self.gate, ga, A, bias, softplus_beta, softplus_threshold, lower_bound
                 )
-                k_rows = ring_k[Int64(slot), Int64(hq), None, None]
-                u_rows = ring_u[Int64(slot), Int64(hv), None, None]
-                decays = ring_decay[Int64(slot), Int64(hv), None]
-                old_decay = self.load_decay(decays, live, th.lane)
-                old_keys = self.load_keys(k_rows, live, th.tid)
-                early = None
-                if const_expr(self.shared):
-                    early = (
-                        self.load_corrections(u_rows, live, row0, th),
-                        self.load_tokens(v, span, hv, row0, th),
-                    )
-                cute.arch.sync_warp()
-                if ring_rows > 0:
-                    folds = live.count >= cutlass.min(flush_min, self.ring + 1 - tokens)
-                    appended = cutlass.select_(append != 0, tokens, Int32(0))
-
-                    beta = cutlass.select_(th.lane < tokens, self.beta_of(gb, beta_scale), F32(0.0))
-                    decay = gates.decay(
-                        self.gate, ga, A, bias, softplus_beta, softplus_threshold, lower_bound
-                    )
-                    decay = cutlass.select_(th.lane < tokens, decay, F32(1.0))
-                    self.stage.fill(loaded, o, th.tid)
-                    if vt == 0:
-                        if within == 0:
-                            self.append_keys(loaded, k_rows, live, appended, th.tid)
-                        if th.tid < appended:
-                            decays[live.place(live.count + th.tid)] = decay
-                    cute.arch.sync_threads()
-                    if const_expr(self.shared):
-                        old_u, values = early
-                    else:
-                        # in the registers that k and q leave
-                        old_u = self.load_corrections(u_rows, live, row0, th)
-                        values = self.load_tokens(v, span, hv, row0, th)
-                    # by the last warp, while the ring is on its way
-                    self.stage.combine(o, th, decay, beta, scale, use_qk_l2norm)
-                    self.solve_all(o, matrices, th)
-                    self.fill_keys(old_keys, keys, th.tid)
-                    cute.arch.sync_threads()
-                    after, total = self.behind(old_decay, th.lane)
-                    self.correlate(o, keys, after, matrices, th)
-                    # warps without rows of their own go along with the last one's, and write nothing
-                    writing = writes and folds
-                    shown = tokens
-                    if const_expr(32 * self.row_warps != self.threads):
-                        owner = th.warp < self.row_warps
-                        writing = writing and owner
-                        shown = cutlass.select_(owner, tokens, Int32(0))
-                        appended = cutlass.select_(owner, appended, Int32(0))
-                    goal = state[Int64(write_slot), hv, None, None]
-                    out = output[n, None, hv, None]
-                    chance = Chance(ring_seed, hv, write_slot)
-                    mine = Mine(
-                        source,
-                        goal,
-                        writing,
-                        u_rows,
-                        live,
-                        appended,
-                        v,
-                        hv,
-                        span,
-                        out,
-                        shown,
-                        chance,
-                    )
-                    x = Corrected(keys, old_u, after, total)
-                    self.run_rows(o, matrices, x, mine, came, values, row0, th)
+                decay = cutlass.select_(th.lane < tokens, decay, F32(1.0))
+                self.stage.fill(loaded, o, th.tid)
+                if vt == 0:
+                    if within == 0:
+                        self.append_keys(loaded, k_rows, live, appended, th.tid)
+                    if th.tid < appended:
+                        decays[live.place(live.count + th.tid)] = decay
+                cute.arch.sync_threads()
+                # in the registers that k and q leave
+                old_u = self.load_corrections(u_rows, live, row0, th)
+                values = self.load_tokens(v, span, hv, row0, th)
+                # by the last warp, while the ring is on its way
+                self.stage.combine(o, th, decay, beta, scale, use_qk_l2norm)
+                self.solve_all(o, matrices, th)
+                self.fill_keys(old_keys, keys, th.tid)
+                cute.arch.sync_threads()
+                after, total = self.behind(old_decay, th.lane)
+                self.correlate(o, keys, after, matrices, th)
+                # warps without rows of their own go along with the last one's, and write nothing
+                writing = writes and folds
+                shown = tokens
+                if const_expr(32 * self.row_warps != self.threads):
+                    owner = th.warp < self.row_warps
+                    writing = writing and owner
+                    shown = cutlass.select_(owner, tokens, Int32(0))
+                    appended = cutlass.select_(owner, appended, Int32(0))
+                goal = state[Int64(write_slot), hv, None, None]
+                out = output[n, None, hv, None]
+                chance = Chance(ring_seed, hv, write_slot)
+                mine = Mine(
+                    source, goal, writing, u_rows, live, appended, v, hv, span, out, shown, chance
+                )
+                x = Corrected(keys, old_u, after, total)
+                self.run_rows(o, matrices, x, mine, came, values, row0, th)
         else:
             self.zero_rows(output, n, Int32(0), tokens, hv, v0, th.tid)
 

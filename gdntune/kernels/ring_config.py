@@ -30,6 +30,11 @@ class Knobs:
         " registers",
         default=False,
     )
+    late: bool = knob(
+        "lt",
+        "k and q are awaited once the state has been asked for, else where the compiler puts it",
+        default=False,
+    )
 
 
 def facts(c: Contract) -> Facts:
@@ -85,21 +90,31 @@ def block(c: Contract, s: Knobs) -> Block:
 
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first: all of a head a block, then less of it for few heads."""
-    tried = [Knobs(32, 4, shared=True), Knobs(32, 4, registers=128), Knobs(32, 4)]
-    # blocks of two warps: fewer wait at a barrier
-    tried += [Knobs(32, 2, 64, shared=True), Knobs(32, 2, 64, registers=128)]
+    most = [
+        Knobs(32, 4, registers=128),
+        Knobs(32, 4, shared=True),
+        # blocks of two warps: fewer wait at a barrier
+        Knobs(32, 2, 64, shared=True),
+    ]
+    tried = [*most, *(dataclasses.replace(s, late=True) for s in most), Knobs(32, 4)]
     # half as many rows a warp: for few heads, and for wider states
-    tried += [Knobs(16, 4, registers=r) for r in (0, 96)]
-    tried += [Knobs(16, 4, shared=True), Knobs(16, 8, 256, registers=80, shared=True)]
-    tried += [Knobs(16, 2)]
+    tried += [Knobs(16, 4, registers=96), Knobs(16, 4, shared=True)]
+    tried += [Knobs(16, 8, 256, registers=80, shared=True)]
+    if c.V % 64:
+        tried += [Knobs(16, 2), Knobs(16, 1)]
     return tuple(s for s in dict.fromkeys(tried) if not refuse(c, s))
 
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
-    """A rule for where no table speaks: few rows a block while the heads are few."""
-    few = work_units < 2 * device.sm_count
-    wanted = [Knobs(16, 4, registers=96)] if few else []
-    wanted += [Knobs(rows, 4, shared=True) for rows in (32, 16)]
+    """A rule for where no table speaks: what was fastest on an H200."""
+    few, many = work_units < 2 * device.sm_count, work_units > 64 * device.sm_count
+    if c.tokens <= 4:
+        wanted = [Knobs(32, 4, registers=0 if few else 128)]
+    elif few:
+        wanted = [Knobs(16, 4, registers=96)]
+    else:
+        wanted = [Knobs(32, 4, shared=True) if many else Knobs(32, 2, 64, shared=True)]
+    wanted += [Knobs(16, 4, shared=True)]
     smaller = [Knobs(rows, w) for w in (4, 2, 1) for rows in (32, 16)]
     legal = [s for s in (*wanted, *smaller) if not refuse(c, s)]
     if not legal:

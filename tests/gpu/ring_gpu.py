@@ -38,8 +38,9 @@ from gdntune.tuning.session import Session
 RING = kernels.get("ring")
 TRIED = [
     RING.variant(s)
-    for s in (Knobs(32, 4, shared=True), Knobs(32, 4, registers=128), Knobs(32, 2, 64, shared=True),
-              Knobs(32, 4), Knobs(16, 4, registers=96), Knobs(16, 4, shared=True))
+    for s in (Knobs(32, 4, registers=128), Knobs(32, 4, shared=True), Knobs(32, 2, 64, shared=True),
+              Knobs(32, 4, registers=128, late=True), Knobs(32, 4, shared=True, late=True),
+              Knobs(32, 2, 64, shared=True, late=True), Knobs(32, 4), Knobs(16, 4, registers=96))
 ]  # fmt: skip
 CONTRACTS = [
     Contract(tokens=T, ring=entries, ring_dtype=dtype)
