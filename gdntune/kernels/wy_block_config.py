@@ -115,6 +115,21 @@ def block(c: Contract, s: Knobs) -> Block:
     return Block(s.threads, shared)
 
 
+def _whole_lines(c: Contract) -> list[Knobs]:
+    """Settings that read and write whole lines, and won a cell on an H200 (docs/measured.md)."""
+    if c.state_dtype == "fp32" and c.mode == "update":
+        return []
+    if c.mode == "frozen":
+        # 0.5 to 1% of time, T=8, then T=4
+        return [Knobs(32, 4, registers=r, lines=True) for r in (0, 128)] + [
+            Knobs(16, 4, passes=2, registers=96, lines=True)
+        ]
+    if c.op == "gdn_decode":
+        # 4% at 1024 work units, nothing beyond
+        return [Knobs(16, 4, passes=2, lines=True)]
+    return [Knobs(32, 4, lines=True)]
+
+
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
     # what won a cell with 4 or 8 tokens on an H200; two warps are for a V of 64
@@ -122,16 +137,7 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     tried += [Knobs(16, 8, 256), Knobs(16, 2)]
     if c.mode == "frozen":
         tried.append(Knobs(16, 4, passes=2, registers=96))
-    elif c.op == "kda_decode" and c.state_dtype == "fp32":
-        # not measured yet: all of V a block, so that its keys are worked out once, and the next
-        # rows asked for ahead; without a cap two blocks fit where three do
-        tried.append(Knobs(16, 4, passes=2, registers=168))
-    # not measured yet
-    whole = [dataclasses.replace(s, lines=True) for s in tried if s.warps == 4]
-    if c.mode == "update" and c.op == "gdn_decode":
-        whole.append(Knobs(16, 4, passes=2, lines=True))
-    tried += [dataclasses.replace(s, matrices=True) for s in tried]
-    tried += whole
+    tried += [dataclasses.replace(s, matrices=True) for s in tried] + _whole_lines(c)
     return in_every_form([s for s in dict.fromkeys(tried) if not refuse(c, s)])
 
 

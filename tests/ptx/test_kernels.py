@@ -7,6 +7,7 @@ from gdntune import kernels, sol
 from gdntune.checking.cases import floor_case, make_case
 from gdntune.checking.check import Truth
 from gdntune.device import arch
+from gdntune.kernels import wy_block_config
 from gdntune.problem import TYPES, Contract, Problem
 from gdntune.runtime import parts
 
@@ -16,6 +17,7 @@ from .offsets import narrow_products, wide_products
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl has wheels for Linux alone")
 
+KDA = Contract("kda_decode", 3, gate="softplus")
 DECODE_ROWS = [row for name in cover.decode_kernels() for row in cover.rows(name)]
 # q, k and v of fp32, which no engine has
 LEFT_OUT = {"input_dtype": {"fp32"}}
@@ -33,6 +35,23 @@ def test_decode(row, builder):
         truth.judge(case).require()
     except Exception as e:
         raise AssertionError(f"{row.id}, {row.problem.key()}, {options}: {e}") from e
+
+
+@pytest.mark.parametrize(
+    ("contract", "knobs"),
+    [
+        (Contract(tokens=8), wy_block_config.Knobs(16, 4, passes=2, lines=True)),
+        (KDA.replace(state_dtype="fp16"), wy_block_config.Knobs(32, 4, lines=True)),
+    ],
+    ids=("GDN", "KDA"),
+)
+def test_states_in_whole_lines(contract, knobs, builder):
+    """Final states of which lanes exchange halves before a store: no row above has both."""
+    truth = Truth(make_case(Problem(contract, 3, 1, 2), "cpu", 0, padding=0.3, slot_stride_pad=64))
+    case = truth.before.clone()
+    variant = wy_block_config.KERNEL.variant(knobs)
+    call.decode(builder.get(contract, variant), contract)(*case.arguments())
+    truth.judge(case).require()
 
 
 @pytest.mark.parametrize("row", DECODE_ROWS, ids=lambda row: row.id)
