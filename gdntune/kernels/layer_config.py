@@ -293,6 +293,8 @@ def _target(c: Contract, heads: float) -> _Target:
         # two blocks a head, but where a convolution would be made twice for few heads
         if c.norm == "none" or (heads < 4 and c.conv != "none"):
             return _Target(c.V, 128, 32)
+        if 4 <= heads < 16:
+            return _Target(c.V, 128, 64, copied=True)
         return _Target(c.V // 2, 128, 64)
     if heads < 4:
         return _Target(c.V, 256, 32)
