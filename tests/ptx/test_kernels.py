@@ -109,16 +109,17 @@ def test_no_launch_has_more_requests_than_a_grid(builder):
 
 def test_a_fold_into_wide_states(builder):
     """Fault: with two bf16 terms of what is folded, an fp32 state was off by 1.09 of the tolerance
-    on an H200; here by 0.25, where outputs are by 0.05.
+    on an H200; in this case by 0.25, with three by 0.004.
     """
     contract = Contract(tokens=4, ring=32, state_dtype="fp32", layout="v_last")
-    device = arch.target(cover.ARCH)
-    kernel = call.decode(builder.get(contract, kernels.default(contract, 64, device)), contract)
+    variant = kernels.default(contract, 64, arch.target(cover.ARCH))
+    kernel = call.decode(builder.get(contract, variant), contract)
     truth = Truth(make_case(Problem(contract, 6, 2, 2), "cpu", 0, flush_min=0, append=False))
     case = truth.before.clone()
     kernel(*case.arguments())
+    truth.parts = [part for part in truth.parts if part.name == "state"]
     found = truth.judge(case)
-    assert found.error < 0.1 * found.tolerance
+    assert found.error < 0.05 * found.tolerance
 
 
 def test_producer(builder):
