@@ -152,3 +152,39 @@ def test_floor(row, builder):
     if buffer is not None:
         assert torch.equal(buffer[:few], (before[moved] * 0.5)[:, None].expand_as(buffer[:few]))
         assert buffer[few:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "contract",
+    [
+        Contract(K=64, V=64, tokens=2, ring=16, ring_rounding="stochastic"),
+        Contract(K=64, V=64, tokens=2, ring=16, ring_rounding="stochastic", state_dtype="fp16"),
+        Contract(
+            op="kda_decode",
+            gate="softplus",
+            K=64,
+            V=64,
+            tokens=2,
+            ring=16,
+            ring_rounding="stochastic",
+        ),
+    ],
+    ids=Contract.key,
+)
+def test_rounding_at_random_loses_nothing_in_the_mean(contract, builder):
+    """A state that decays by a quarter of its last place when its ring is folded: so it is in the
+    mean, and one of four is a place lower.
+    """
+    place = 2.0**-8 if contract.state_dtype == "bf16" else 2.0**-11
+    case = make_case(Problem(contract, 2, 1, 1), "cpu", 0, padding=0.0, flush_min=0, append=False)
+    # of powers of two the place below is half as far
+    case.state.fill_(1.5)
+    case.ring_count.fill_(1)
+    for x, value in ((case.ring_k, 0.0), (case.ring_u, 0.0), (case.ring_decay, 1 - place / 3)):
+        x.fill_(value)
+    variant = kernels.default(contract, 64, arch.target(cover.ARCH))
+    call.decode(builder.get(contract, variant), contract)(*case.arguments())
+    found = case.state[case.write_index.long()].double()
+    kept = (found == 1.5).double().mean()
+    assert set(found.unique().tolist()) == {1.5, 1.5 - 2 * place}
+    assert abs(float(kept) - 0.75) < 0.03
