@@ -441,14 +441,17 @@ def test_shipped_tables_are_valid():
 
 def test_code_that_compiles_to_the_same_objects_is_not_stale(tmp_path, monkeypatch):
     """Fault: a kernel whose text alone was rewritten made every table of it stale."""
-    entry = '[{"kernel": "recurrent", "measured": "f1", "code": "f2"}]'
-    (tmp_path / "identical.json").write_text(entry)
+    steps = (("recurrent", "f1", "f2"), ("recurrent", "f2", "f4"), ("wy", "f4", "f5"))
+    entries = [dict(zip(("kernel", "measured", "code"), step, strict=True)) for step in steps]
+    (tmp_path / "identical.json").write_text(json.dumps(entries))
     monkeypatch.setattr(fingerprint, "IDENTICAL", tmp_path / "identical.json")
     fingerprint._identical.cache_clear()
     try:
         t = read(VALID)
         assert t.kernels == {"recurrent": "f1"}
-        assert table.stale(t, {"recurrent": "f2"}) == []
-        assert table.stale(t, {"recurrent": "f3"}) == ["recurrent"]
+        for same in ("f2", "f4"):
+            assert table.stale(t, {"recurrent": same}) == []
+        for other in ("f3", "f5"):
+            assert table.stale(t, {"recurrent": other}) == ["recurrent"]
     finally:
         fingerprint._identical.cache_clear()
