@@ -300,7 +300,7 @@ def test_the_bench_config_of_a_layer():
     """
     whole = config.load(Path(__file__).parents[2] / "configs" / "bench-layer.yaml")
     cells = whole.all_problems()
-    assert len(cells) == 65 and {p.B for p in cells} == {1, 4, 16, 64, 256}
+    assert len(cells) == 70 and {p.B for p in cells} == {1, 4, 16, 64, 256}
     assert all(peers.get("apart").serving(p)[0] for p in cells)
     found = {
         (name, entry.name)
