@@ -21,11 +21,11 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from gdntune.kernels import decode, gates, rounding
 from gdntune.kernels import fragments as fr
+from gdntune.kernels.ring_call import compiled
 from gdntune.kernels.wy_block import HIGHEST_ORDER, Span, WYBlock
 from gdntune.kernels.wy_block_gdn import CHUNK, RowStage
 from gdntune.kernels.wy_operands import Shape, allocate, matrix
@@ -784,47 +784,6 @@ class Ring(WYBlock):
             self.zero_rows(output, n, Int32(0), tokens, hv, v0, th.tid)
 
 
-def fakes(facts: dict, tensors: list) -> list:
-    """Stand-ins for the ring's tensors; those of a decode kernel say the sizes."""
-    state, k, v, read_index = tensors[0], tensors[2], tensors[3], tensors[8]
-    slots, rows = state.shape[0], cute.sym_int(symbol="ring_rows")
-    stored = decode.DTYPES[facts["ring_dtype"]]
-
-    def kept(dtype, heads, *width):
-        # 64-bit strides, as the state's; a row of 16 bytes and more may be loaded at once
-        unit = 16 // (dtype.width // 8) if width else 1
-        stride = (cute.sym_int64(divisibility=unit), cute.sym_int64(divisibility=unit), *width, 1)
-        return make_fake_tensor(
-            dtype, (slots, heads, rows, *width), stride, assumed_align=16 if width else 4
-        )
-
-    def index():
-        return make_fake_tensor(Int32, read_index.shape, (cute.sym_int(),), assumed_align=4)
-
-    return [
-        kept(k.element_type, k.shape[2], facts["K"]),
-        kept(stored, v.shape[2], facts["V"]),
-        kept(F32, v.shape[2]),
-        index(),
-        index(),
-    ]
-
-
-def seed_of(facts: dict):
-    """A stand-in for the seed, where the contract has one."""
-    if facts["ring_rounding"] != "stochastic":
-        return None
-    return make_fake_tensor(Int32, (2,), (1,), assumed_align=4)
-
-
 def compile(facts: dict, knobs: dict, options: str, prefix: str):
     """The compiled function of one setting, for the architecture that CUTE_DSL_ARCH names; profilers show `prefix`."""
-    ring = Ring(facts, knobs)
-    ring.kernel.set_name_prefix(prefix, remove_cutlass_symbol=True, keep_mangled_name=False)
-    tensors = decode.fakes(facts)
-    scalars = [F32(1.0)] * 5 + [Int32(-1), Int32(1)]
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(
-        ring.gated_delta_rule_ring, *tensors, *scalars, *fakes(facts, tensors), Int32(1), Int32(1), seed_of(facts), stream,
-        options=f"--enable-tvm-ffi {options}",
-    )  # fmt: skip
+    return compiled(Ring(facts, knobs), facts, options, prefix)

@@ -16,11 +16,11 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from gdntune.kernels import decode, rounding
 from gdntune.kernels.recurrent import Block, Operands, Options, Recurrent, Thread, widen
+from gdntune.kernels.ring_call import compiled
 
 F32 = Float32
 # what `recurrent` has beside: one way of each
@@ -395,46 +395,6 @@ class RingKDA(Recurrent):
             self.zero_rows(output, n, Int32(0), tokens, hv, block.v0, tid)
 
 
-def fakes(facts: dict, tensors: list) -> list:
-    """Stand-ins for the ring's tensors; those of a decode kernel say the sizes."""
-    state, k, v, read_index = tensors[0], tensors[2], tensors[3], tensors[8]
-    rows = cute.sym_int(symbol="ring_rows")
-
-    def kept(dtype, heads, width):
-        # 64-bit strides, as the state's
-        unit = 16 // (dtype.width // 8)
-        stride = (cute.sym_int64(divisibility=unit), cute.sym_int64(divisibility=unit), width, 1)
-        return make_fake_tensor(
-            dtype, (state.shape[0], heads, rows, width), stride, assumed_align=16
-        )
-
-    def index():
-        return make_fake_tensor(Int32, read_index.shape, (cute.sym_int(),), assumed_align=4)
-
-    return [
-        kept(k.element_type, k.shape[2], facts["K"]),
-        kept(decode.DTYPES[facts["ring_dtype"]], v.shape[2], facts["V"]),
-        kept(F32, v.shape[2], facts["K"]),
-        index(),
-        index(),
-    ]
-
-
-def seed_of(facts: dict):
-    """A stand-in for the seed, where the contract has one."""
-    if facts["ring_rounding"] != "stochastic":
-        return None
-    return make_fake_tensor(Int32, (2,), (1,), assumed_align=4)
-
-
 def compile(facts: dict, knobs: dict, options: str, prefix: str):
     """The compiled function of one setting, for the architecture that CUTE_DSL_ARCH names; profilers show `prefix`."""
-    ring = RingKDA(facts, knobs)
-    ring.kernel.set_name_prefix(prefix, remove_cutlass_symbol=True, keep_mangled_name=False)
-    tensors = decode.fakes(facts)
-    scalars = [F32(1.0)] * 5 + [Int32(-1), Int32(1)]
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(
-        ring.gated_delta_rule_ring, *tensors, *scalars, *fakes(facts, tensors), Int32(1), Int32(1), seed_of(facts), stream,
-        options=f"--enable-tvm-ffi {options}",
-    )  # fmt: skip
+    return compiled(RingKDA(facts, knobs), facts, options, prefix)
