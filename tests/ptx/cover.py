@@ -86,7 +86,11 @@ WALK = 1000
 EVERY = os.environ.get("GDNTUNE_TEST_ALL") == "1"
 ROWS = int(os.environ.get("GDNTUNE_PTX_ROWS", 99 if EVERY else 8))
 VALUE = 24
-REQUESTS = 3
+
+
+def requests(contract: Contract) -> int:
+    """Of a row; fewer where each is long to interpret, unless their lengths differ."""
+    return 2 if contract.tokens > 8 and not contract.ragged else 3
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class Row:
     @property
     def problem(self) -> Problem:
         H = 2 if self.group == 1 else 1
-        return Problem(self.contract, REQUESTS, H, H * self.group)
+        return Problem(self.contract, requests(self.contract), H, H * self.group)
 
 
 def _contract(draw: dict[str, Any]) -> Contract | None:
@@ -144,7 +148,7 @@ def _options(draw: dict[str, Any], contract: Contract) -> dict[str, Any]:
     options |= {"extra_steps": draw["more_places"], "extra_rows": draw["more_places"]}
     if contract.ragged:
         T = contract.tokens
-        options |= {"lengths": [(T, 0, max(1, T - 1))[n % 3] for n in range(REQUESTS)]}
+        options |= {"lengths": [(T, 0, max(1, T - 1))[n % 3] for n in range(requests(contract))]}
         options |= {"tail_rows": 2}
     return options
 
