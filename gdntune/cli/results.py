@@ -515,7 +515,12 @@ def table_diff(
 def table_merge(
     a: Annotated[Path, typer.Argument(metavar="A", help="A table.")],
     b: Annotated[
-        Path, typer.Argument(metavar="B", help="Another, of the same device, policy and kernels.")
+        Path,
+        typer.Argument(
+            metavar="B",
+            help="Another, of the same device and kernels; of another policy where no contract can"
+            " choose between their rules.",
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the merged table goes.")],
     prefer: Annotated[

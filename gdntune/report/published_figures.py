@@ -270,8 +270,8 @@ def _kind(cell: dict[Any, Any]) -> str:
     if cell["ring"]:
         return f"{op} T={cell['tokens']}, {state} state, u in {cell['ring_dtype']}"
     what = "norm alone" if cell["conv"] == "none" else "step"
-    if cell["conv_window"] == "shifted":
-        what += ", windows shifted"
+    if cell["conv_window"] != "ring":
+        what += f", windows {cell['conv_window'].replace('_', ' ')}"
     return f"{op} {what}, T={cell['tokens']}, {state} state, HV={cell['HV']}"
 
 
