@@ -25,7 +25,7 @@ from cutlass.memory import SmemAllocator
 
 from gdntune.kernels import decode, gates, rounding
 from gdntune.kernels import fragments as fr
-from gdntune.kernels.ring_call import compiled
+from gdntune.kernels.ring_call import Live, compiled
 from gdntune.kernels.wy_block import HIGHEST_ORDER, Span, WYBlock
 from gdntune.kernels.wy_block_gdn import CHUNK, RowStage
 from gdntune.kernels.wy_operands import Shape, allocate, matrix
@@ -54,20 +54,6 @@ class KeyRows:
     """The ring's keys in shared memory, [terms * entries, stride] bf16, where `RowStage` looks for them."""
 
     x: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Live:
-    """A request's window of a ring: `count` rows from `base` on, cyclically, of `rows`."""
-
-    base: Any
-    count: Any
-    rows: Any
-
-    def place(self, i):
-        """The row of entry i; those behind the live ones are where new tokens go."""
-        at = self.base + i
-        return Int64(cutlass.select_(at >= self.rows, at - self.rows, at))
 
 
 @dataclasses.dataclass(frozen=True)

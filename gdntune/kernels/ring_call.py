@@ -1,12 +1,30 @@
-"""How the kernels behind a ring of corrections are called: stand-ins for what they take beside a decode kernel's tensors, and the compiled
-function.
+"""What the kernels behind a ring of corrections share: a request's window, stand-ins for what they take beside a decode kernel's tensors,
+and the compiled function.
 """
 
+import dataclasses
+from typing import Any
+
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from gdntune.kernels import decode
+
+
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """A request's window of a ring: `count` rows from `base` on, cyclically, of `rows`."""
+
+    base: Any
+    count: Any
+    rows: Any
+
+    def place(self, i):
+        """The row of entry i; those behind the live ones are where new tokens go."""
+        at = self.base + i
+        return Int64(cutlass.select_(at >= self.rows, at - self.rows, at))
 
 
 def fakes(facts: dict, tensors: list) -> list:

@@ -20,27 +20,13 @@ from cutlass.memory import SmemAllocator
 
 from gdntune.kernels import decode, rounding
 from gdntune.kernels.recurrent import Block, Operands, Options, Recurrent, Thread, widen
-from gdntune.kernels.ring_call import compiled
+from gdntune.kernels.ring_call import Live, compiled
 
 F32 = Float32
 # what `recurrent` has beside: one way of each
 FIXED = {
     "split": 1, "run": 0, "early": True, "fence": False, "spread": True, "heads": False, "row": False, "pdl": "none",
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Live:
-    """A request's window of a ring: `count` rows from `base` on, cyclically, of `rows`."""
-
-    base: Any
-    count: Any
-    rows: Any
-
-    def place(self, i):
-        """The row of entry i; those behind the live ones are where new tokens go."""
-        at = self.base + i
-        return Int64(cutlass.select_(at >= self.rows, at - self.rows, at))
 
 
 @dataclasses.dataclass(frozen=True)
