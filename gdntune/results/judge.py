@@ -14,6 +14,7 @@ import msgspec
 from gdntune.results import flashinfer_rule, journal
 from gdntune import kernels
 from gdntune.device.arch import Device
+from gdntune.kernels.fingerprint import same_objects
 from gdntune.results.derive import Timed, beyond, by_work_units, derive, marked, passes, timed_cells
 from gdntune.errors import GdntuneError, UnsupportedProblem, counted
 from gdntune.results.records import Record, Run, Trial, contract_of, noise_notes
@@ -378,7 +379,9 @@ def _notes(table: Table, run: Run, contracts: Iterable[Contract]) -> list[str]:
         )
         notes.append("the table was made under {}, the samples under {}".format(*policies))
     if changed := sorted(
-        name for name, was in table.kernels.items() if run.kernels.get(name) != was
+        name
+        for name, was in table.kernels.items()
+        if (now := run.kernels.get(name)) != was and not same_objects(name, was, now)
     ):
         notes.append(f"the code of {', '.join(changed)} is not the same for table and samples")
     return notes

@@ -284,6 +284,16 @@ def test_notes_say_what_differs(default_is):
     assert notes[2] == "the code of recurrent is not the same for table and samples"
 
 
+def test_code_of_the_same_objects_is_the_same(default_is, monkeypatch):
+    """Notes once called other code what had been seen to compile to the same objects."""
+    default_is("a")
+    records = [*checks(), *cell(8, a=1, b=2)]
+    now = synthetic.run(kernels={"recurrent": "f9"})
+    table = derive.derive(records, HEADER)
+    monkeypatch.setattr(judge, "same_objects", lambda kernel, was, code: (kernel, code) == ("recurrent", "f9"))
+    assert not [n for n in judge.judge(table, records, now).notes if "code" in n]
+
+
 @pytest.mark.parametrize(
     "best_us, regret, is_beyond",
     [(100, 0.01, False), (100, 0.0101, True), (1, 0.032, False), (1, 0.033, True), (2, 0.015, False)],
