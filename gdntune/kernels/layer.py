@@ -108,7 +108,7 @@ class Layer(layer_rows.Rows):
         self.ends_early = self.normed and self.cluster == 1 and not self.loop
         # Loads come back in order, so that the window's, which are few, go first and are convolved while the state's are on their way:
         # 2 us of 54 at T=4 and B=16. At T=1 and B=64 rows that are copied lost 0.9 us of 75 by it.
-        self.state_first = self.copied and not self.loop
+        self.state_first = self.copied and not self.loop and not knobs["window"]
         self.norm_rows = -(-self.tokens * self.share // self.warps)
         # channels that a block convolves; those of a load, and loads of them that a thread makes
         self.channels = 2 * self.K + self.tile_v
@@ -711,7 +711,10 @@ class Layer(layer_rows.Rows):
             if const_expr(self.convolves and not self.state_first):
                 window = self.read_window(conv, window_slot, held, at, taps)
                 cute.arch.sync_warp()
-            coming = self.first_rows(source, smem, block.v0, thread)
+            if const_expr(self.warm):
+                self.warm_slots(state, row_slots, columns, slots, block, tid)
+            rows_here = own_heads * self.V if const_expr(self.share > 1) else self.tile
+            coming = self.first_rows(source, smem, block.v0, rows_here, thread)
             if const_expr(self.convolves and self.state_first):
                 window = self.read_window(conv, window_slot, held, at, taps)
             if const_expr(self.early and self.per_k and not self.loop):

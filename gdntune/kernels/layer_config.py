@@ -8,7 +8,7 @@ import math
 from typing import Any, NamedTuple
 
 from gdntune.device.arch import Device
-from gdntune.errors import UnsupportedProblem
+from gdntune.errors import UnsupportedProblem, listed
 from gdntune.kernels import recurrent_config
 from gdntune.kernels.dependent_launch import in_every_form, under
 from gdntune.kernels.facts import compiled_tokens as delta_tokens
@@ -23,6 +23,7 @@ MOST = 8
 # nobody reads a window that another shifts.
 SHIFTED_HEADS = 8
 MANY_HEADS = 1 << 16
+STORES = ("plain", "first", "streamed")
 # Shared memory of a block: what every GPU can give one.
 SHARED_BYTES = 99 << 10
 
@@ -44,6 +45,22 @@ class Knobs(recurrent_config.Knobs):
         "cp",
         "rows on their way are in shared memory, by cp.async (k_last); else in registers",
         default=False,
+    )
+    fetched: bool = knob(
+        "fe",
+        "L2 is asked for all further rows of a block at once (k_last, from sm_90 on)",
+        default=False,
+    )
+    window: bool = knob(
+        "wi", "copied, one token: the window is asked for before the state", default=False
+    )
+    stores: str = knob(
+        "st",
+        "what L2 is told of the state's stores: plain, first (evicted first), streamed (k_last)",
+        default="plain",
+    )
+    warm: bool = knob(
+        "wa", "row: slots are touched before their states are there to be stored", default=False
     )
 
 
@@ -138,7 +155,17 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             "copied=True: expected k_last, early=True and loads of 16 bytes, vec="
             f"{16 // ITEMSIZE[c.state_dtype]}"
         )
+    if s.stores not in STORES:
+        return f"stores={s.stores!r}: expected one of {listed(STORES)}"
+    if s.stores != "plain" and (c.layout != "k_last" or s.vec * ITEMSIZE[c.state_dtype] != 16):
+        return f"stores={s.stores!r}: expected plain but for k_last and stores of 16 bytes"
+    if s.warm and not s.row:
+        return "warm=True: expected row=True, a request's slots read at once"
+    if s.window and (not s.copied or c.tokens > 1 or c.conv == "none"):
+        return "window=True: expected copied=True and a convolution of one token"
     chunks = s.tile_v // chunk_rows(c, s)
+    if s.fetched and (c.layout != "k_last" or chunks * s.share <= s.ahead):
+        return f"fetched=True: expected k_last and more than ahead={s.ahead} chunks of rows"
     if s.ahead not in (1, 2, 4) or chunks % s.ahead or (s.ahead > 1 and not s.early):
         return (
             f"ahead={s.ahead} of {chunks} chunks of rows: expected 1, or with early=True one of 2, 4"

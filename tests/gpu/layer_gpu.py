@@ -17,10 +17,13 @@ dependent launch. The finalists go to stderr. why: the same of the step with par
 what the convolution and the norm cost beyond their bytes. producers: the step with and without dependent
 launch behind kernels that take longer, and behind a matrix product of torch's that reads as many bytes as in_proj
 does. All variants are tried for six rounds, the best few for all. --all: every variant
-worth trying, not a few of them.
+worth trying, not a few of them. --knobs "stores=first;share=2,fetched=true": beside each variant without
+dependent launch that with these knobs, and with those, where they are legal; give it to `compile` and to
+`time`, where --only then names what is compiled too.
 """
 
 import argparse
+import dataclasses
 import os
 import random
 import sys
@@ -95,7 +98,30 @@ def plain_of(c: Contract) -> Contract:
     return c.replace(norm="none", norm_weight_dtype="fp32", conv="none")
 
 
+# Knobs that are tried beside the space's, by --knobs.
+BESIDE: list[dict[str, Any]] = []
+
+
+def knobs_of(text: str) -> list[dict[str, Any]]:
+    """What --knobs names."""
+    kinds = {f.name: type(f.default) for f in dataclasses.fields(LAYER.knobs)}
+    made: dict[Any, Callable[[str], Any]] = {bool: lambda x: x == "true", int: int, str: str}
+    return [
+        {n: made[kinds.get(n, int)](x) for n, x in (pair.split("=") for pair in one.split(","))}
+        for one in text.split(";")
+        if one
+    ]
+
+
 def tried(c: Contract, device: arch.Device, every: bool) -> list[Variant]:
+    """The layer's variants with those of --knobs."""
+    found = of_the_space(c, device, every)
+    settings = [LAYER.setting(v.knobs) for v in found if v.knobs["pdl"] == "none"]
+    more = [dataclasses.replace(s, **knobs) for knobs in BESIDE for s in settings]
+    return [*dict.fromkeys([*found, *(LAYER.variant(s) for s in more if not LAYER.refuse(c, s))])]
+
+
+def of_the_space(c: Contract, device: arch.Device, every: bool) -> list[Variant]:
     """The layer's variants: of a few, those of 16 threads a row."""
     found = LAYER.variants(c, device, "chain")
     default = LAYER.variant(LAYER.default(c, 64, device))
@@ -125,21 +151,24 @@ def apart(c: Contract, runtime: Runtime) -> list[tuple[int, Variant]]:
 
 
 def wanted(
-    device: arch.Device, every: bool
+    device: arch.Device, every: bool, only: str = ""
 ) -> Iterable[tuple[Kernel, Contract, Variant, str | None]]:
-    """Everything that `check` and `time` call."""
+    """Everything that `check` and `time` call; `only`: of `time` these rows."""
     runtime = Runtime(device)
-    for c in TIMED.values():
+    for name, c in TIMED.items():
+        if not named(name, only):
+            continue
         for v in tried(c, device, every):
             yield LAYER, c, v, None
         for _, v in apart(c, runtime):
             for one in (v, with_pdl(v)):
                 yield kernels.get(v.kernel), plain_of(c), one, None
-    for c in LESS.values():
-        for v in alone(c, device):
-            yield LAYER, c, v, None
-    for c in [*CHECKED, *layer_steps.contracts()]:
-        yield LAYER, c, LAYER.variant(LAYER.default(c, 64, device)), None
+    if not only:
+        for c in LESS.values():
+            for v in alone(c, device):
+                yield LAYER, c, v, None
+        for c in [*CHECKED, *layer_steps.contracts()]:
+            yield LAYER, c, LAYER.variant(LAYER.default(c, 64, device)), None
     for part in (layer_parts.CONV, layer_parts.NORM):
         for setting in (layer_parts.Knobs(), layer_parts.Knobs(True)):
             for tokens in (1, SLOTS["tokens"]):
@@ -148,13 +177,18 @@ def wanted(
     yield from of_the_timers()
 
 
-def compile_all(folder: Path, gpu: str, every: bool) -> None:
+def named(name: str, only: str) -> bool:
+    """Whether --only, names or parts of them with | between, has a row."""
+    return any(x in name for x in only.split("|"))
+
+
+def compile_all(folder: Path, gpu: str, every: bool, only: str) -> None:
     """A bundle of what is called, made without the GPU."""
     # the compiling processes import the parts
     own = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([own, *sys.path])
     device = gpus.named(gpu)
-    bundle(wanted(device, every), device, folder)
+    bundle(wanted(device, every, only), device, folder)
 
 
 def check(every: bool, count: int, seed: int, gated: bool) -> bool:
@@ -239,14 +273,16 @@ def time_all(every: bool, sizes: list[int], rounds: int, only: str) -> None:
     """One table a number of heads and contract."""
     session = session_of("chain")
     runtime = Runtime(session.device, session.store)
-    for c in TIMED.values():
+    for name, c in TIMED.items():
+        if not any(named(f"{name}, HV={HV}", only) for _, HV in HEADS):
+            continue
         print(
             f"{c.key()}: parts apart differ by {agrees(session, c, runtime):.2g} of the largest output"
         )
     for H, HV in HEADS:
         for name, c in TIMED.items():
             # half the heads: where small batches leave SMs without a block
-            if (HV == 32 and c.tokens == 1 and not every) or only not in f"{name}, HV={HV}":
+            if (HV == 32 and c.tokens == 1 and not every) or not named(f"{name}, HV={HV}", only):
                 continue
             print(
                 f"\n{name}, H={H}, HV={HV}, {session.device.name}: us a layer, in brackets with dependent launch\n"
@@ -424,7 +460,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("compile", "check", "time", "why", "producers"))
     parser.add_argument("--no-gate", action="store_true", help="check: random problems alone")
-    parser.add_argument("--only", default="", help="time: rows whose name has this")
+    parser.add_argument(
+        "--only", default="", help='rows whose name has this, or one of several: "step, bf16|norm"'
+    )
+    parser.add_argument("--knobs", default="", help="knobs beside the space's, see above")
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--gpu", default="h200")
@@ -433,10 +472,11 @@ def main() -> None:
     parser.add_argument("--sizes", default="1,4,16,64,256")
     parser.add_argument("--rounds", type=int, default=60)
     given = parser.parse_args()
+    BESIDE.extend(knobs_of(given.knobs))
     if given.what == "compile":
         if given.folder is None:
             parser.error("compile: expected a folder for the bundle")
-        compile_all(given.folder, given.gpu, given.all)
+        compile_all(given.folder, given.gpu, given.all, given.only)
     elif given.what == "check":
         sys.exit(0 if check(given.all, given.random, given.seed, not given.no_gate) else 1)
     elif given.what == "producers":

@@ -20,6 +20,7 @@ _HINTS = {
     *("cta", "gpu", "sys", "ca", "cg", "cs", "lu", "cv", "wb", "wt"),
     *("L1_no_allocate", "L1_evict_first", "L1_evict_last", "L1_evict_normal", "L2_evict_first"),
     *("L1_evict_unchanged", "L2_64B", "L2_128B", "L2_256B", "L2_evict_last", "L2_evict_normal"),
+    *("L2_cache_hint",),
 }
 
 

@@ -63,7 +63,9 @@ class Copies:
 
 
 def copy(i: Instruction, program: Program) -> Step:
-    """cp.async of 4, 8 or 16 bytes by each thread, and the waits for it."""
+    """cp.async of 4, 8 or 16 bytes by each thread, the waits for it, and L2's prefetch of many."""
+    if i.parts[1:-1] == ("async", "bulk", "prefetch", "L2"):
+        return _prefetch(i, program)
     if i.parts[1] != "async" or "bulk" in i.parts or "mbarrier" in i.parts:
         raise Unmodelled(i.text)
     if "commit_group" in i.parts:
@@ -79,6 +81,23 @@ def copy(i: Instruction, program: Program) -> Step:
 
         return Step(finish)
     return _start(i, program)
+
+
+def _prefetch(i: Instruction, program: Program) -> Step:
+    """Brings nothing that a thread can see; a fault where the bytes are not the call's."""
+    source, count = address(i.operands[0], program), reader(i.operands[1], "u32", program)
+
+    def run(grid: "Grid", threads: Threads) -> None:
+        wide, at = threads.of(count(grid)), threads.of(source(grid))
+        if (wide % 16).any() or (at % 16).any():
+            raise Fault(f"{i.text}: expected multiples of 16 bytes")
+        for n, lane in enumerate(threads.lanes):
+            one = Threads.of_lanes(threads.lanes[n : n + 1], grid.size)
+            every = np.arange(at[n], at[n] + wide[n], 16)
+            where = grid.where(i, one)
+            grid.memory.load(every, 16, np.full_like(every, lane), lambda _, where=where: where(0))
+
+    return Step(run)
 
 
 def _start(i: Instruction, program: Program) -> Step:
