@@ -20,6 +20,7 @@ Intermediate = Literal["none", "dense", "indexed", "slots"]
 Norm = Literal["none", "silu", "sigmoid"]
 Conv = Literal["none", "identity", "silu"]
 Window = Literal["ring", "shifted", "dims_first"]
+Channels = Literal["packed", "interleaved"]
 RingDType = Literal["fp32", "bf16"]
 Rounding = Literal["nearest", "stochastic"]
 
@@ -61,6 +62,10 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
     conv_window: where a slot keeps its last rows: a `ring`, whose row `conv_position` gets the new
         one, or `shifted` by a row a token, the oldest first; `dims_first`: shifted, and a channel's
         rows side by side in memory.
+    conv_input: how the tokens' rows lie before it, as the projections leave them: `packed`, q, k
+        and v [q | k | v], or, of GDN, `interleaved` by q/k head, as Qwen3-Next has them: q, k, and
+        of the head's value heads v and z, the output's gate, [q | k | v | z]; then of b and a too
+        [b | a]. Weights and windows are packed either way.
     ring: how many corrections a request's ring holds at most between folds into the state, 16 or
         32; 0: there is no ring, each call writes the state. The tokens of a call are drafts then:
         they are appended, and count as nothing until a later call's `ring_count` says so.
@@ -93,6 +98,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
     conv_width: int = 4
     conv_bias: bool = False
     conv_window: Window = "ring"
+    conv_input: Channels = "packed"
     ring: int = 0
     ring_dtype: RingDType = "fp32"
     ring_rounding: Rounding = "nearest"
@@ -143,6 +149,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
 
 # What came after the first tables and journals, at its defaults, the newest first.
 _LATER = (
+    b',"conv_input":"packed"',
     b',"ring_rounding":"nearest"',
     b',"ring":0,"ring_dtype":"fp32"',
     b',"norm":"none","norm_weight_dtype":"fp32","conv":"none","conv_width":4,"conv_bias":false,'
@@ -254,7 +261,14 @@ def _conv_fault(c: Contract) -> str | None:
     if c.conv == "none":
         if (c.conv_width, c.conv_bias, c.conv_window) != (4, False, "ring"):
             return "conv_width, conv_bias or conv_window with conv='none': leave them out"
+        if c.conv_input != "packed":
+            return (
+                f"conv_input={c.conv_input!r} with conv='none': expected 'packed'; what is"
+                " interleaved goes through a convolution first"
+            )
         return None
+    if c.conv_input == "interleaved" and c.op != "gdn_decode":
+        return f"conv_input='interleaved' with op={c.op}: expected 'packed', or op=gdn_decode"
     if not 2 <= c.conv_width <= 4:
         return f"conv_width={c.conv_width}: expected 2 to 4"
     if c.intermediate not in ("none", "slots") or not c.pool:

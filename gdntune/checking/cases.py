@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdntune.checking import ring
+from gdntune.checking import heads, ring
 from gdntune.checking.draw import (
     Draw,
     draw_beta,
@@ -133,10 +133,13 @@ class Case:
 
     def with_inputs(self, **flowing: Any) -> "Case":
         """The case with other inputs and output of the same shapes; of `mixed_qkv` q, k and v are
-        made views.
+        made views. Of heads side by side a and b are given as the whole rows of `beside`.
         """
         mixed = flowing.get("mixed_qkv")
-        if mixed is not None:
+        if self.contract.conv_input == "interleaved":
+            rows, beside = flowing["mixed_qkv"], flowing.pop("beside")
+            flowing |= heads.views(self.problem, rows, beside, self.output_gate is not None)
+        elif mixed is not None:
             like = {name: getattr(self, name) for name in "qkv"}
             parts = mixed.split([x.shape[2] * x.shape[3] for x in like.values()], -1)
             for (name, x), part in zip(like.items(), parts, strict=True):
@@ -162,6 +165,8 @@ def make_case(
     """
     if fault := problem_fault(problem):
         raise UnsupportedProblem(fault)
+    if problem.contract.conv_input == "interleaved":
+        return _side_by_side(problem, device, seed, options)
     o, c, B = Options(**options), problem.contract, problem.B
     place = torch.device(device)
     # Indices come from Python's generator, numbers from torch's: what a seed gives is the order in
@@ -227,6 +232,18 @@ def make_case(
         _poison_windows(case, plan)
     _poison_padding(case, plan, bounds)
     return case
+
+
+def _side_by_side(
+    problem: Problem, device: str | torch.device, seed: int, options: dict[str, Any]
+) -> Case:
+    """A case of interleaved rows: the packed one's numbers, each where its q/k head has it."""
+    plain = Problem(problem.contract.replace(conv_input="packed"), problem.B, problem.H, problem.HV)
+    case = make_case(plain, device, seed, **options)
+    assert case.mixed_qkv is not None
+    mixed, beside = heads.interleaved(case.mixed_qkv, case.a, case.b, case.output_gate, problem)
+    own = heads.views(problem, mixed, beside, case.output_gate is not None)
+    return dataclasses.replace(case, problem=problem, **own)
 
 
 def _buffer_rows(problem: Problem, options: Options, pick: random.Random) -> list[int]:

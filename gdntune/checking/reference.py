@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdntune.checking import ring
+from gdntune.checking import heads, ring
 from gdntune.checking.places import Given, Places, places, present
 from gdntune.problem import Contract
 
@@ -206,6 +206,7 @@ def trace(
     tensors: the fields of `Given`. requests [n] int64: compute these alone, the rest counts as
     untouched (so that a few requests of a large call can be judged).
     """
+    contract, tensors = heads.packed(contract, tensors)
     given = Given(**tensors)
     where = places(contract, given)
     window = ring.window(contract, given, where.rows.shape[1]) if contract.ring else None

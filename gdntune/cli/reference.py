@@ -71,6 +71,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "conv_width": "its taps, 2 to 4",
         "conv_bias": "whether it has a bias",
         "conv_window": "a ring of rows, or rows that are shifted, a channel's side by side or not",
+        "conv_input": "its rows: q, k and v packed, or interleaved by q/k head with the gates",
         "ring": "corrections that are kept at most before the state is written: 16 or 32; 0: no"
         " ring, the state is written at once",
         "ring_dtype": "of the corrections, fp32 or bf16",

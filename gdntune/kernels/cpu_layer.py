@@ -12,7 +12,9 @@ def source(facts: Mapping[str, Any], knobs: Mapping[str, Any], name: str) -> str
     """The C++ of one object: that of the delta rule, with a layer around it."""
     inner = cpu_recurrent.source(facts, knobs, name)
     return inner.replace('"decode.h"', '"layer.h"').replace(
-        "Decode<Setting>", f"Layer<Setting, Norm::{facts['norm']}, Conv::{facts['conv']}>"
+        "Decode<Setting>",
+        f"Layer<Setting, Norm::{facts['norm']}, Conv::{facts['conv']},"
+        f" {str(facts.get('interleaved', False)).lower()}>",
     )
 
 

@@ -9,7 +9,8 @@ from gdntune.problem import Contract
 
 def facts(c: Contract) -> Facts:
     """What an object is compiled for; dtypes, taps, bias and the kind of window its tensors tell."""
-    return {**cpu_recurrent_config.facts(c), "norm": c.norm, "conv": c.conv}
+    own = {"interleaved": True} if c.conv_input == "interleaved" else {}
+    return {**cpu_recurrent_config.facts(c), "norm": c.norm, "conv": c.conv, **own}
 
 
 KERNEL = dataclasses.replace(

@@ -34,7 +34,7 @@ MANY = 1 << 24
 
 
 class Conv(NamedTuple):
-    """A call's convolution: its tensors, the q/k heads, and the rows of a ring."""
+    """A call's convolution: its tensors, the q/k heads, the rows of a ring, and the value heads of a q/k head."""
 
     mixed: Any
     state: Any
@@ -43,12 +43,14 @@ class Conv(NamedTuple):
     position: Any
     H: Any
     rows: Any
+    ratio: Any
 
 
 class Taps(NamedTuple):
-    """Of a thread's channels: their numbers, weights and biases."""
+    """Of a thread's channels: their numbers, where they are in a token's row, weights and biases."""
 
     channels: Any
+    places: Any
     weight: Any
     bias: Any
 
@@ -96,6 +98,7 @@ class Layer(layer_rows.Rows):
         self.norm, self.conv, self.width = facts["norm"], facts["conv"], facts["conv_width"]
         self.normed, self.convolves = self.norm != "none", self.conv != "none"
         self.shifted, self.dims_first = facts.get("shifted", False), facts.get("dims_first", False)
+        self.interleaved = facts.get("interleaved", False)
         # of one value head
         self.head_chunks = self.tile // self.chunk
         self.wide = self.V * self.share
@@ -149,7 +152,8 @@ class Layer(layer_rows.Rows):
             self.view(read_index, 1), self.view(write_index, 1), self.view(slot_index, 2, None), self.view(accepted, 1),
             self.view(cu_seqlens, 1), self.view(intermediate, 2), self.view(output, 2),
             scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm,
-            self.view(output_gate, 2), norm_weight, norm_eps, self.rows_of(mixed_qkv, 2), self.windows_of(conv_state),
+            self.rows_of(output_gate, 2) if const_expr(self.interleaved) else self.view(output_gate, 2),
+            norm_weight, norm_eps, self.rows_of(mixed_qkv, 2), self.windows_of(conv_state),
             self.rows_of(conv_weight, 0), self.rows_of(conv_bias, 0), self.view(conv_position, 1), q.shape[2], window, HV // q.shape[2],
             heads, state.shape[0], tokens, columns, rows, steps, A_shared, dt_shared,
         ).launch(
@@ -177,13 +181,20 @@ class Layer(layer_rows.Rows):
         return i // self.share, i % self.share
 
     @cute.jit
-    def read_gate(self, output_gate, block, heads, tid):
+    def read_gate(self, output_gate, ratio, block, heads, tid):
         """Issues the loads of the output's gate, by the warp that normalises a row."""
         rz = self.rows_in_registers(output_gate.element_type)
         for r in cutlass.range_constexpr(self.norm_rows):
             t, g = self.row_of(r, tid)
             if t < block.length and g < heads:
-                self.read_row(output_gate[block.ni, block.t0 + t, block.hv + g, None], rz[r, None], block, tid % 32)
+                if const_expr(self.interleaved):
+                    # behind the first head's: the q/k heads before have their q, k and v beside their gates
+                    ahead = (block.hv + g) * self.V + block.hq * (2 * self.K + ratio * self.V)
+                    row = output_gate[block.ni, block.t0 + t, None]
+                    at = ahead // self.VL + self.in_row(block, tid % 32)
+                    cute.autovec_copy(cute.local_tile(row, (self.VL,), (at,)), rz[r, None])
+                else:
+                    self.read_row(output_gate[block.ni, block.t0 + t, block.hv + g, None], rz[r, None], block, tid % 32)
         return rz
 
     @cute.jit
@@ -267,9 +278,16 @@ class Layer(layer_rows.Rows):
         return cutlass.select_(e >= 2 * self.K, of_v, c)
 
     @cute.jit
+    def place_of(self, e, block, ratio):
+        """Where a token's row of q/k heads side by side has the block's e-th channel."""
+        ahead = (block.hv - block.hq * ratio) * self.V + block.v0
+        return block.hq * 2 * (self.K + ratio * self.V) + e + cutlass.select_(e >= 2 * self.K, ahead, Int32(0))
+
+    @cute.jit
     def read_taps(self, conv, mine, block, tid):
         """Issues the loads of a thread's weights and biases. Threads beyond the last channel have the last ones' too."""
         channels = cute.make_rmem_tensor((self.rounds,), Int32)
+        places = cute.make_rmem_tensor((self.rounds,), Int32) if const_expr(self.interleaved) else channels
         W = const_expr(self.load * self.width)
         rw = cute.make_rmem_tensor(cute.make_layout((self.rounds, W), stride=(W, 1)), conv.weight.element_type)
         rb = None
@@ -278,10 +296,12 @@ class Layer(layer_rows.Rows):
         for r in cutlass.range_constexpr(self.rounds):
             e = cutlass.min((r * self.threads + tid) * self.load, mine - self.load)
             channels[r] = self.channel(e, block, conv.H)
+            if const_expr(self.interleaved):
+                places[r] = self.place_of(e, block, conv.ratio)
             cute.autovec_copy(cute.local_tile(conv.weight, (W,), (channels[r] // self.load,)), rw[r, None])
             if const_expr(conv.bias is not None):
                 self.read_channels(conv.bias, channels[r], rb[r, None])
-        return Taps(channels, rw, rb)
+        return Taps(channels, places, rw, rb)
 
     @cute.jit
     def read_constants(self, x, conv, norm_weight, mine, block, hl, A_shared, dt_shared, tid):
@@ -434,8 +454,12 @@ class Layer(layer_rows.Rows):
         return cute.make_tensor(sX.iterator + 2 * self.K, layout)
 
     @cute.jit
-    def read_gates(self, x, block, thread):
+    def read_gates(self, x, ratio, block, thread):
         """Issues the loads of the tokens' gates alone, as `read` does."""
+        hv = block.hv
+        if const_expr(self.interleaved):
+            # a q/k head's b stand beside its a
+            hv += block.hq * ratio
         if const_expr(self.loop):
             rg = cute.make_rmem_tensor(
                 cute.make_layout((self.stage_tokens, self.K // 32), stride=(self.K // 32, 1)), x.a.element_type
@@ -445,19 +469,19 @@ class Layer(layer_rows.Rows):
                 t = thread.tid // 32 + r * self.warps
                 if t < block.length:
                     if const_expr(self.per_k):
-                        self.read_lane(x.a[block.ni, block.t0 + t, block.hv, None], rg[r, None], thread.tid % 32)
+                        self.read_lane(x.a[block.ni, block.t0 + t, hv, None], rg[r, None], thread.tid % 32)
                     else:
-                        rs[r, 0] = x.a[block.ni, block.t0 + t, block.hv].to(F32)
-                    rs[r, 1] = x.b[block.ni, block.t0 + t, block.hv].to(F32)
+                        rs[r, 0] = x.a[block.ni, block.t0 + t, hv].to(F32)
+                    rs[r, 1] = x.b[block.ni, block.t0 + t, hv].to(F32)
             ga, gb = rs[None, 0], rs[None, 1]
         else:
             rg = cute.make_rmem_tensor((self.K // 32,), x.a.element_type)
             ga = F32(0.0)
             if const_expr(self.per_k):
-                self.read_lane(x.a[block.ni, block.t0, block.hv, None], rg, thread.tid % 32)
+                self.read_lane(x.a[block.ni, block.t0, hv, None], rg, thread.tid % 32)
             else:
-                ga = x.a[block.ni, block.t0, block.hv].to(F32)
-            gb = x.b[block.ni, block.t0, block.hv].to(F32)
+                ga = x.a[block.ni, block.t0, hv].to(F32)
+            gb = x.b[block.ni, block.t0, hv].to(F32)
         return Read(None, None, rg, None, ga, gb)
 
     @cute.jit
@@ -480,9 +504,9 @@ class Layer(layer_rows.Rows):
             for r in cutlass.range_constexpr(self.rounds):
                 for t in cutlass.range_constexpr(self.tokens):
                     if t < block.length:
-                        self.read_channels(conv.mixed[block.ni, block.t0 + t, None], taps.channels[r], rx[r, t, None])
-        read = self.read_gates(x, of_lane, thread) if const_expr(self.convolves) else self.read(x, block, thread)
-        rz = self.read_gate(output_gate, block, heads, thread.tid) if const_expr(self.normed) else None
+                        self.read_channels(conv.mixed[block.ni, block.t0 + t, None], taps.places[r], rx[r, t, None])
+        read = self.read_gates(x, conv.ratio, of_lane, thread) if const_expr(self.convolves) else self.read(x, block, thread)
+        rz = self.read_gate(output_gate, conv.ratio, block, heads, thread.tid) if const_expr(self.normed) else None
         return Brought(read, rz, rx)
 
     @cute.jit
@@ -648,7 +672,7 @@ class Layer(layer_rows.Rows):
         home = tid % 32 - lane if const_expr(self.k_last) else tid % self.step
         thread = Thread(tid, lane, group, part, home)
 
-        conv = Conv(mixed_qkv, conv_state, conv_weight, conv_bias, conv_position, H, window_rows)
+        conv = Conv(mixed_qkv, conv_state, conv_weight, conv_bias, conv_position, H, window_rows, ratio)
         own = Block(vt, vt * self.tile_v, hv, hq, n, n, Int32(0), Int32(0))
         gate, rw, taps = None, None, None
         if const_expr(self.pdl == "first"):
@@ -785,7 +809,8 @@ def fakes(facts: dict, tensors: list) -> list:
     else:
         state = tensor(x, windows, (wide(), wide(), 1))
     conv = [
-        tensor(x, (B, T, D), (wide(), wide(), 1)),
+        # of heads side by side the gates are in it too
+        tensor(x, (B, T, cute.sym_int(symbol="W") if facts.get("interleaved") else D), (wide(), wide(), 1)),
         state,
         tensor(x, (D, W), (W, 1)),
         tensor(x, (D,), (1,)) if facts["conv_bias"] else None,

@@ -85,6 +85,7 @@ def facts(c: Contract) -> Facts:
         # a ring's objects are what they were before there was another window
         **({"shifted": True} if c.conv_window != "ring" else {}),
         **({"dims_first": True} if c.conv_window == "dims_first" else {}),
+        **({"interleaved": True} if c.conv_input == "interleaved" else {}),
     }
 
 

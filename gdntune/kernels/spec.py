@@ -39,6 +39,13 @@ delta rule, and takes behind these
     conv_position [B] int32, `ring`: the row from 0 that the first token goes to; those before it,
         cyclically, have the tokens before
 
+Where conv_input is `interleaved`, r = HV / H and G = 2 K + 2 r V, mixed_qkv is [B, T, H G]: of q/k
+head h at h G its q, its k, v of its r value heads and their output gates. q, k and v then say the
+sizes alone. Of value head hv = h r + i the output gate is r V elements behind v, at
+h G + 2 K + (r + i) V, and a and b are at 2 h r + i from the tensors' first element of a row on:
+output_gate [B, T, HV, V], a and b [B, T, HV] begin at the first head's, and their rows' strides are
+those of the projections; their stride of HV says nothing.
+
 A kernel of rings (`Kernel.ring`) serves the contracts with a ring, and takes behind the numbers
 
     ring_k        [slots, H, rows, K] of the inputs' dtype: keys as they came, before the norm

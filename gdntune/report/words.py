@@ -55,6 +55,7 @@ def contract_rest(c: Contract) -> str:
         "conv_width": f"of width {c.conv_width}",
         "conv_bias": "with a bias",
         "conv_window": "windows shifted" + ", dims first" * (c.conv_window == "dims_first"),
+        "conv_input": "rows interleaved by q/k head",
         "ring": f"a ring of {c.ring}",
         "ring_dtype": f"u {c.ring_dtype}",
         "ring_rounding": f"{c.ring_rounding} rounding",

@@ -123,6 +123,10 @@ class Chain:
         for name in LAYER:
             if (x := getattr(first, name)) is not None:
                 flowing[name] = x
+        if problem.contract.conv_input == "interleaved":
+            # a and b are one tensor, and the output's gate is beside q, k and v
+            flowing = {n: flowing[n] for n in ("output", "mixed_qkv")}
+            flowing["beside"] = first.b._base
         if packed:
             rows = [x.reshape(-1, x.shape[2] * x.shape[3]) for x in (first.q, first.k, first.v)]
             flowing[PACKED] = torch.cat(rows, dim=1)

@@ -33,6 +33,7 @@ def test_the_differential_run_draws_from_the_whole_contract(op):
     wanted = {
         **TYPES,
         "conv_window": ("ring",),
+        "conv_input": ("packed",),
         # rings of corrections have contracts of their own: tests/runtime/test_rings.py
         "ring_dtype": ("fp32",),
         "ring_rounding": ("nearest",),

@@ -93,6 +93,18 @@ def convolved() -> list[Contract]:
             conv="silu", conv_window="dims_first", tokens=3, intermediate="slots", accepted=True
         ),
         Contract("kda_decode", gate="softplus", K=64, V=96, conv="silu", conv_bias=True),
+        plain.replace(conv="silu", conv_input="interleaved", norm="silu"),
+        plain.replace(conv="silu", conv_input="interleaved", tokens=3, ragged=True, conv_width=3),
+        plain.replace(
+            conv="silu",
+            conv_input="interleaved",
+            norm="silu",
+            tokens=4,
+            intermediate="slots",
+            accepted=True,
+            conv_window="shifted",
+            gate_dtype="fp32",
+        ),
     ]
 
 

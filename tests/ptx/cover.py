@@ -50,6 +50,7 @@ LAYER: dict[str, tuple[Any, ...]] = {
     "conv_width": (4, 3, 2),
     "conv_bias": (False, True),
     "conv_window": ("ring", "shifted", "dims_first"),
+    "conv_input": ("packed", "interleaved"),
 }
 # What a kernel of rings has besides, of contracts and of calls.
 RING: dict[str, tuple[Any, ...]] = {
@@ -132,7 +133,10 @@ def _plain(draw: dict[str, Any]) -> dict[str, Any]:
     if draw.get("norm") == "none":
         draw["norm_weight_dtype"] = "fp32"
     if draw.get("conv") == "none":
-        draw.update({name: LAYER[name][0] for name in ("conv_width", "conv_bias", "conv_window")})
+        none = ("conv_width", "conv_bias", "conv_window", "conv_input")
+        draw.update({name: LAYER[name][0] for name in none})
+    if draw["op_and_gate"][0] == "kda_decode" and "conv_input" in draw:
+        draw["conv_input"] = "packed"
     if draw.get("conv_window", "ring") != "ring" and draw["op_and_gate"][0] == "kda_decode":
         # a window that is shifted has one reader
         draw["group"] = 1

@@ -108,6 +108,10 @@ ROWS = [
     row(RAGGED.replace(conv_window="shifted"), 2, LENGTHS, threads=256),
     row(Contract(**STEP, **SLOTS, conv_window="dims_first"), 2, threads=256, row=True),
     row(Contract(**STEP, conv_window="dims_first", conv_width=2), 3),
+    # rows with q/k heads side by side
+    row(Contract(**STEP, conv_input="interleaved"), 3, ilp=4, threads=128, share=2),
+    row(Contract(**STEP, conv_input="interleaved"), 2, tile_v=64),
+    row(Contract(**STEP, **SLOTS, conv_input="interleaved"), 2, tile_v=64, row=True),
 ]
 
 

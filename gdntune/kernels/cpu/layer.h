@@ -53,7 +53,9 @@ struct Floats4 {
   }
   Floats4(const Floats4&) = delete;
 
-  TVMFFIAny argument() {
+  // dimensions: 3 leaves `size` out, which is 1
+  TVMFFIAny argument(int dimensions = 4) {
+    tensor.ndim = dimensions;
     TVMFFIAny x{};
     x.type_index = kTVMFFIDLTensorPtr;
     x.v_ptr = &tensor;
@@ -64,7 +66,8 @@ struct Floats4 {
   }
 };
 
-template <class Setting, Norm norm, Conv conv>
+// interleaved: a token's rows of mixed_qkv, gate, a and b are those of q/k heads side by side (kernels/spec.py).
+template <class Setting, Norm norm, Conv conv, bool interleaved>
 class Layer {
   static constexpr int vec = Setting::vec;
   using F = Floats<vec>;
@@ -104,6 +107,13 @@ class Layer {
     }
   }
 
+  // A value head's output gate of a token.
+  static const char* gate_at(const Call& c, const Tensor& gate, int64_t b, int64_t t, int64_t hv) {
+    if constexpr (!interleaved) return gate.at(b, t, hv);
+    const int64_t ratio = c.HV / c.H;
+    return gate.at(b, t) + (hv * c.V + hv / ratio * (2 * Setting::K + ratio * c.V)) * gate.bytes();
+  }
+
   // A request's head: all its tokens' rows. Padding's are zeros as they come.
   static void finish(const Call& c, const Tensor& gate, const float* weight, float eps, const Floats4& outputs,
                      const Request& r, int64_t hv) {
@@ -111,7 +121,7 @@ class Layer {
     for (int64_t t = r.first; t < r.first + r.tokens; t++) {
       float* o = outputs.at(r.batch, t, hv);
       if (r.read >= 0) {
-        read(gate, gate.at(r.batch, t, hv), c.V, z);
+        read(gate, gate_at(c, gate, r.batch, t, hv), c.V, z);
         normalise(o, z, weight, eps, c.V);
       }
       write(c.output, c.output.at(r.batch, t, hv), o, c.V);
@@ -121,9 +131,18 @@ class Layer {
   // A call's convolution. Taps are fp32 [width, D], the newest last, then the bias [D] or zeros.
   struct Window {
     Tensor mixed, state, bias, position;
-    int64_t D, width, rows;
+    int64_t D, width, rows, keys, values;
     bool ring;
     const float* taps;
+
+    // Where a token's row has channel i: of a q/k head `values` of its value heads' behind its q and k, then gates.
+    int64_t input(int64_t i) const {
+      if constexpr (!interleaved) return i;
+      constexpr int64_t K = Setting::K;
+      const int64_t v = i - 2 * keys, group = 2 * (K + values);
+      if (v >= 0) return v / values * group + 2 * K + v % values;
+      return i % keys / K * group + (i < keys ? 0 : K) + i % K;
+    }
 
     // A slot's row: of a ring that of the j-th token before or behind the call's first, else the j-th behind `place`.
     char* row(int64_t slot, int64_t place, int64_t j) const {
@@ -157,9 +176,11 @@ class Layer {
   static Window window_of(const Arguments& given, Call& c) {
     Window w{};
     int64_t batch = c.q.size[0], slots = c.state.size[0];
-    w.D = 2 * c.H * Setting::K + c.HV * c.V;
+    w.keys = c.H * Setting::K, w.values = c.HV / c.H * c.V;
+    w.D = 2 * w.keys + c.HV * c.V;
     w.width = -1;
-    w.mixed = given.tensor(MIXED, floating, "[B, T, D]", {&batch, &c.T, &w.D}, true);
+    int64_t row = interleaved ? w.D + c.HV * c.V : w.D;
+    w.mixed = given.tensor(MIXED, floating, interleaved ? "[B, T, D + HV*V]" : "[B, T, D]", {&batch, &c.T, &row}, true);
     // rows of a ring are contiguous; a shifted window may have a channel's rows side by side
     w.ring = given.has(CONV_POSITION);
     w.state = given.tensor(CONV_STATE, w.mixed.type, "[slots, rows, D]", {&slots, nullptr, &w.D}, w.ring);
@@ -181,15 +202,15 @@ class Layer {
   }
 
   template <class E>
-  static void fill_taps(const Tensor& t, float* to, int64_t n, int64_t stride) {
+  static void copy_values(const Tensor& t, float* to, int64_t n, int64_t stride) {
     for (int64_t i = 0; i < n; i++) to[i] = value(reinterpret_cast<const E*>(t.data) + i * stride);
   }
-  static void fill_taps(const Tensor& t, int64_t from, float* to, int64_t n, int64_t stride) {
+  static void copy_values(const Tensor& t, int64_t from, float* to, int64_t n, int64_t stride) {
     Tensor at = t;
     at.data += from * t.bytes();
-    if (t.type == fp32) fill_taps<float>(at, to, n, stride);
-    else if (t.type == bf16) fill_taps<Bf16>(at, to, n, stride);
-    else fill_taps<Half>(at, to, n, stride);
+    if (t.type == fp32) copy_values<float>(at, to, n, stride);
+    else if (t.type == bf16) copy_values<Bf16>(at, to, n, stride);
+    else copy_values<Half>(at, to, n, stride);
   }
 
   // Where a request's window is, and where its new rows go; -1 is nowhere.
@@ -222,7 +243,7 @@ class Layer {
       }
       for (int64_t t = 0; t < r.tokens; t++) {
         F y = load<vec>(w.taps + w.width * w.D + i);
-        x[old] = load<vec>(reinterpret_cast<const E*>(w.mixed.at(r.batch, r.first + t)) + i);
+        x[old] = load<vec>(reinterpret_cast<const E*>(w.mixed.at(r.batch, r.first + t)) + w.input(i));
         for (int64_t j = 0; j <= old; j++) y += x[j] * load<vec>(w.taps + j * w.D + i);
         if constexpr (conv == Conv::silu) y *= sigmoid_of<vec>(y);
         E rounded[vec];
@@ -256,9 +277,18 @@ class Layer {
   static void lay_taps(const Arguments& given, const Window& w, float* to) {
     int64_t D = w.D, width = w.width;
     const Tensor weight = given.tensor(CONV_WEIGHT, w.mixed.type, "[D, width]", {&D, &width});
-    for (int64_t j = 0; j < width; j++) fill_taps(weight, j * weight.stride[1], to + j * D, D, weight.stride[0]);
+    for (int64_t j = 0; j < width; j++) copy_values(weight, j * weight.stride[1], to + j * D, D, weight.stride[0]);
     std::fill(to + width * D, to + (width + 1) * D, 0.0f);
-    if (w.bias.given) fill_taps(w.bias, 0, to + width * D, D, 1);
+    if (w.bias.given) copy_values(w.bias, 0, to + width * D, D, 1);
+  }
+
+  // a or b of q/k heads side by side, [b | a] of each, as [B, T, HV] in fp32.
+  static void lay_gates(const Call& c, const Tensor& x, const Floats4& to) {
+    const int64_t ratio = c.HV / c.H;
+    for (int64_t n = 0; n < to.shape[0] * to.shape[1]; n++) {
+      const int64_t b = n / to.shape[1], t = n % to.shape[1], row = b * x.stride[0] + t * x.stride[1];
+      for (int64_t h = 0; h < c.H; h++) copy_values(x, row + 2 * h * ratio, to.at(b, t, h * ratio), ratio, 1);
+    }
   }
 
   struct Weights {
@@ -301,6 +331,12 @@ class Layer {
       w.taps = taps.floats;
       convolve_all(c, w, mixed.floats);
       inner[Q] = q.argument(), inner[KEY] = k.argument(), inner[VALUE] = v.argument();
+    }
+    Memory gates(interleaved ? 2 * batch * c.T * c.HV : 0);
+    Floats4 a(gates.floats, batch, c.T, c.HV, 1, c.HV), b(gates.floats + batch * c.T * c.HV, batch, c.T, c.HV, 1, c.HV);
+    if constexpr (interleaved) {
+      lay_gates(c, c.a, a), lay_gates(c, c.b, b);
+      inner[A] = a.argument(3), inner[B] = b.argument(3);
     }
     if constexpr (normed) inner[OUTPUT] = outputs.argument();
     if (const int failed = Decode<Setting>::call(inner, ARGUMENTS, result)) return failed;
