@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/quickstart.yaml
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# Every install passes the constraints: without them pip may take another build of torch.
-INSTALL := $(PIP) install -c constraints.txt
+# Every install passes the constraints: without them pip may take another build of torch. Bytecode of all
+# packages is a minute's work; the first import compiles what is used.
+INSTALL := $(PIP) install --no-compile -c constraints.txt
 # Processes that share the tests: one a core and one more, since many tests wait for processes of theirs; at most four.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 CHANGES := pyproject.toml constraints.txt
 
-.PHONY: help sweep test lint types clean
+.PHONY: help sweep test lint types pytest clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -19,7 +20,10 @@ help: ## this list
 sweep: $(VENV)/installed ## set up, then compile, check and time the quickstart config; writes results/ and prints the report
 	$(BIN)/gdntune sweep $(CONFIG)
 
-test: lint types ## set up, then lint, types and tests; what CI runs
+test: lint ## set up, then lint, types and tests; what CI runs
+	@$(MAKE) --no-print-directory -j2 types pytest
+
+pytest: $(VENV)/installed-test ## the tests alone
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/installed-test ## ruff: rules and format

@@ -6,11 +6,12 @@ kernel of the registry has rows without a line here.
 """
 
 import functools
+import operator
 import os
 import random
 from collections import Counter
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -180,8 +181,10 @@ def _settings(kernel: Kernel) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _serves(kernel: Kernel, contract: Contract) -> bool:
-    return any(kernel.fault(contract, s) is None for s in _settings(kernel))
+def _serving(kernel: Kernel, contract: Contract, first: tuple[Any, ...]) -> Any:
+    """Knobs that serve the contract, or None; `first` has those that served others."""
+    settings = (*first, *_settings(kernel))
+    return next((s for s in settings if kernel.fault(contract, s) is None), None)
 
 
 def _walk(kernel: Kernel, pick: random.Random) -> list[dict[str, Any]]:
@@ -190,7 +193,9 @@ def _walk(kernel: Kernel, pick: random.Random) -> list[dict[str, Any]]:
     if kernel.ring:
         fields |= RING | RING_CALL
     draw: dict[str, Any] | None = None
-    served: dict[Contract, bool] = {}
+    served: dict[Contract, Any] = {}
+    # What has served one contract mostly serves the next: of 1,297 settings one is tried.
+    latest: tuple[Any, ...] = ()
     found = []
     for _ in range(4 * WALK):
         if draw is None:
@@ -204,28 +209,45 @@ def _walk(kernel: Kernel, pick: random.Random) -> list[dict[str, Any]]:
         if contract is None:
             continue
         if contract not in served:
-            served[contract] = _serves(kernel, contract)
-        if served[contract]:
+            served[contract] = setting = _serving(kernel, contract, latest)
+            if setting is not None and setting not in latest:
+                latest = (setting, *latest[:3])
+        if served[contract] is not None:
             found.append(draw := new)
             if len(found) == WALK:
                 break
     return found
 
 
-def chosen(draws: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A few of the draws that hold every pair of two fields' values that any of them holds; the
-    first of them every value.
-    """
-    numbers: dict[Any, int] = {}
-    holds = []
+def _bits(draws: list[dict[str, Any]]) -> list[int]:
+    """What each draw holds, as a set of bits: values and pairs of them."""
+    values: dict[Any, int] = {}
+    found = []
     for draw in draws:
-        # A value counts as many pairs, so that rare ones come first too.
-        values = product(draw.items(), range(VALUE))
-        held = (*values, *combinations(draw.items(), 2))
-        holds.append(sum(1 << numbers.setdefault(x, len(numbers)) for x in held))
-    missing = (1 << len(numbers)) - 1
-    kept = []
-    while missing:
+        numbers = [values.setdefault(item, len(values)) for item in draw.items()]
+        found.append(numbers)
+    # A value counts as many pairs, so that rare ones come first too. After the values' bits comes a
+    # row of bits for each value: those of its pairs.
+    many, width = (1 << VALUE) - 1, len(values)
+    holds = []
+    for numbers in found:
+        numbers.sort()
+        bits = sum(many << VALUE * n for n in numbers)
+        for at, n in enumerate(numbers):
+            row = sum(1 << other for other in numbers[at + 1 :])
+            bits |= row << VALUE * width + width * n
+        holds.append(bits)
+    return holds
+
+
+def chosen(draws: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """At most so many of the draws, which hold every pair of two fields' values that any of them
+    holds; the first of them every value.
+    """
+    holds = _bits(draws)
+    missing = functools.reduce(operator.or_, holds)
+    kept: list[dict[str, Any]] = []
+    while missing and len(kept) < most:
         best = max(range(len(draws)), key=lambda n: (holds[n] & missing).bit_count())
         missing &= ~holds[best]
         kept.append(draws[best])
@@ -259,7 +281,7 @@ def rows(name: str) -> tuple[Row, ...]:
     kernel, pick = kernels.get(name), random.Random(f"rows of {name}")
     seen: Counter[Any] = Counter()
     found = []
-    for draw in chosen(walk(name))[:ROWS]:
+    for draw in chosen(walk(name), ROWS):
         contract = _contract(draw)
         assert contract is not None
         variant = _variant(kernel, contract, seen, pick)
