@@ -5,6 +5,7 @@ Every import counts: at the top, inside functions, and under TYPE_CHECKING.
 """
 
 import ast
+import functools
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -43,6 +44,7 @@ def modules() -> dict[str, Path]:
     return {p.relative_to(PACKAGE).as_posix(): p for p in sorted(PACKAGE.rglob("*.py"))}
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Dotted names that a file imports, wherever the statement stands."""
     names: set[str] = set()

@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import functools
 import subprocess
 import sys
 
@@ -58,17 +59,20 @@ def test_modules_have_no_circle():
 @pytest.mark.parametrize("package", ONLY_IN)
 def test_packages_stay_in_their_place(package):
     """What is heavy, or stands for one job, is imported by that job's module alone."""
-    users = {m for m, names in IMPORTED.items() if package in names}
+    users = {m for m, names in imported().items() if package in names}
     assert {
         m for m in users if not any(fnmatch.fnmatchcase(m, p) for p in ONLY_IN[package])
     } == set()
     assert users, f"nothing imports {package} any more: take it out of this table"
 
 
-IMPORTED = {
-    m: {name.split(".")[0] for name in structure.imported(path)}
-    for m, path in structure.modules().items()
-}
+@functools.cache
+def imported() -> dict[str, set[str]]:
+    """The packages that each module imports."""
+    return {
+        m: {name.split(".")[0] for name in structure.imported(path)}
+        for m, path in structure.modules().items()
+    }
 
 
 def python(code: str) -> str:

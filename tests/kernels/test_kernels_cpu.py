@@ -3,6 +3,7 @@ honest about missing tools.
 """
 
 import dataclasses
+import functools
 import itertools
 import random
 import subprocess
@@ -35,6 +36,7 @@ DECODE, FLOOR = cpu_recurrent_config.KERNEL, cpu_stream_config.KERNEL
 BY_OP = [(op, gate) for op, gates in GATES.items() for gate in gates]
 
 
+@functools.cache
 def draw(seed: int) -> tuple[Contract, cpu_recurrent_config.Knobs]:
     """A legal contract and a legal setting at random."""
     pick = random.Random(seed)
