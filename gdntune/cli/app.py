@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gdntune import __version__
-from gdntune.cli import ahead, install
+from gdntune.cli import ahead, explain, install, judging, results, tables
 from gdntune.cli import configs as cli_configs
-from gdntune.cli import results as cli_results
 from gdntune.cli.common import (
     FINDINGS,
     L2,
@@ -407,9 +406,11 @@ def _print_beside(console: "Console", head: "Text", text: str) -> None:
 
 
 app.add_typer(ahead.ahead)
-app.add_typer(cli_results.results)
-install.register(cli_results.tables)
-app.add_typer(cli_results.tables, name="table")
+app.add_typer(results.results)
+app.add_typer(judging.judging)
+app.add_typer(explain.explaining)
+install.register(tables.tables)
+app.add_typer(tables.tables, name="table")
 app.add_typer(cli_configs.configs)
 app.add_typer(cli_configs.config, name="config")
 
