@@ -14,6 +14,9 @@ on their way while the last one's are worked on.
 Windows are rings: new rows go where no block reads, so the blocks of a q/k head need not wait for one another, and drafts that were
 not accepted are taken back by the position alone. Each block convolves the head's 2 K channels anew, beside its own rows of V; one of
 them stores the new rows.
+
+Windows that are shifted in place are read by all blocks of a q/k head before one of them moves it on: these are one block, or a
+cluster whose blocks say that they have read it, which the one that stores waits for at its end.
 """
 
 from typing import Any, NamedTuple
@@ -109,6 +112,10 @@ class Layer(layer_rows.Rows):
         # A cluster's sums are on their way before the state's stores; without one the outputs are.
         self.sends_early = self.cluster > 1 and self.chunks == 1 and not self.loop
         self.ends_early = self.normed and self.cluster == 1 and not self.loop
+        # Blocks of a q/k head that have its value heads among them, and whether they wait for one another because of its window.
+        self.group = knobs["group"]
+        self.moves = self.update or self.intermediate == "slots"
+        self.joined = self.shifted and self.cluster * self.group > 1
         # Loads come back in order, so that the window's, which are few, go first and are convolved while the state's are on their way:
         # 2 us of 54 at T=4 and B=16. At T=1 and B=64 rows that are copied lost 0.9 us of 75 by it.
         self.state_first = self.copied and not self.loop and not knobs["window"]
@@ -139,11 +146,11 @@ class Layer(layer_rows.Rows):
         window = conv_state.shape[1] if const_expr(self.convolves) else None
         tiles = self.V // self.tile
         places = HV
-        if const_expr(self.share > 1):
+        if const_expr(self.shifted):
+            places = q.shape[2] * self.group
+        elif const_expr(self.share > 1):
             # a q/k head's value heads, the last block's fewer where `share` does not divide them
-            places = q.shape[2]
-            if const_expr(not self.shifted):
-                places = q.shape[2] * ((HV // q.shape[2] + self.share - 1) // self.share)
+            places = q.shape[2] * ((HV // q.shape[2] + self.share - 1) // self.share)
         grid = (tiles, places, B)
         if const_expr(self.heads_first):
             grid = (places, tiles, B)
@@ -159,7 +166,7 @@ class Layer(layer_rows.Rows):
         ).launch(
             grid=grid, block=(self.threads, 1, 1), stream=stream,
             min_blocks_per_mp=self.resident, preferred_smem_carveout=100 if self.resident or self.copied else None,
-            use_pdl=self.pdl != "none", cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
+            use_pdl=self.pdl != "none", cluster=(self.cluster, self.group, 1) if self.cluster * self.group > 1 else None,
         )  # fmt: skip
 
     def rows_of(self, x, leading):
@@ -379,20 +386,21 @@ class Layer(layer_rows.Rows):
     def store_window(self, conv, slot, at, taps, window, new, mine, block, first, tid):
         """What a call leaves of a window in a slot."""
         if const_expr(self.shifted):
-            self.store_shifted(conv, slot, window, taps, new, mine, block, tid)
+            self.store_shifted(conv, slot, window, taps, new, mine, block, first, tid)
         else:
             self.store_new(conv, slot, at, taps, new, mine, block, first, tid)
 
     @cute.jit
-    def store_shifted(self, conv, slot, window, taps, new, mine, block, tid):
-        """A window moved on, by the threads that have read it: the block has all that the q/k head's window is for.
+    def store_shifted(self, conv, slot, window, taps, new, mine, block, first, tid):
+        """A window moved on, by threads that have read it: v's channels by their own block, q's and k's by the `first` of a head's.
 
         Drafts move it by one row, since it is not known yet how many of them stay; others by their tokens.
         """
         old = const_expr(self.width - 1)
         step = Int32(1) if const_expr(self.intermediate == "slots") else block.length
         for r in cutlass.range_constexpr(self.rounds):
-            if (r * self.threads + tid) * self.load < mine and block.length > 0:
+            e = (r * self.threads + tid) * self.load
+            if e < mine and block.length > 0 and (e >= 2 * self.K or first):
                 for j in cutlass.range_constexpr(old):
                     self.store_row(conv, slot, j - step, taps.channels[r], window[r, j, None])
                 for t in cutlass.range_constexpr(self.tokens):
@@ -623,7 +631,8 @@ class Layer(layer_rows.Rows):
             cute.arch.mbarrier_arrive_and_expect_tx(arrived, 4 * self.cluster * block.length)
         cute.arch.mbarrier_init_fence()
         # waited for where the first sums are sent
-        cute.arch.cluster_arrive_relaxed()
+        if const_expr(not self.joined):
+            cute.arch.cluster_arrive_relaxed()
         return sums, arrived
 
     @cute.kernel
@@ -655,17 +664,22 @@ class Layer(layer_rows.Rows):
         vt, hv, n = self.place()
         lane, group = self.thread(tid)
         mine, own_heads, scalars, hl = Int32(self.channels), Int32(1), None, hv
-        if const_expr(self.share > 1):
-            layout = cute.make_layout((self.tokens, self.share, 2), stride=(2 * self.share, 2, 1))
-            scalars = smem.allocate_tensor(F32, layout, 16)
-            blocks = (ratio + self.share - 1) // self.share
+        if const_expr(self.share > 1 or self.group > 1):
+            # as many heads to each block of a group: the last ones may have none, and name the first one's
+            blocks, most = Int32(self.group), (ratio + self.group - 1) // self.group
+            if const_expr(not self.shifted):
+                blocks, most = (ratio + self.share - 1) // self.share, Int32(self.share)
             hq = hv // blocks
-            shares = hv % blocks * self.share
-            hv = hq * ratio + shares
-            own_heads = cutlass.min(ratio - shares, self.share)
-            mine = 2 * self.K + own_heads * self.V
-            # the head whose gate a lane asks for
-            hl = hv + cutlass.min(tid % 32, own_heads - 1)
+            shares = hv % blocks * most
+            own_heads = cutlass.min(cutlass.max(ratio - shares, 0), most)
+            hv = hq * ratio + cutlass.select_(own_heads > 0, shares, Int32(0))
+            hl = hv
+            if const_expr(self.share > 1):
+                layout = cute.make_layout((self.tokens, self.share, 2), stride=(2 * self.share, 2, 1))
+                scalars = smem.allocate_tensor(F32, layout, 16)
+                mine = 2 * self.K + own_heads * self.V
+                # the head whose gate a lane asks for
+                hl = hv + cutlass.min(tid % 32, cutlass.max(own_heads - 1, 0))
         else:
             hq, shares = divmod(hv, heads)
         part = lane % self.lanes // self.alike
@@ -716,6 +730,8 @@ class Layer(layer_rows.Rows):
         if const_expr(self.row):
             slot = self.start_of_row(row_slots, first, n, slot_index, columns)
         live, writes = self.named(slot, write_slot, slots, null_index)
+        if const_expr(self.group > 1):
+            live = live and own_heads > 0
         window_slot, held = slot, live
         if const_expr(self.convolves and self.intermediate == "slots"):
             # of drafts, the slot of column 0, whichever they start from
@@ -728,6 +744,13 @@ class Layer(layer_rows.Rows):
             keeps = place >= 0 and place < rows and place != null_index
             row = Int64(place)
         kept = Kept(slots, columns, steps, row, keeps, row_slots)
+
+        # where the window moves on, if it does
+        moves_to, moved = (window_slot, held) if const_expr(self.intermediate == "slots") else (write_slot, writes)
+        if const_expr(self.joined):
+            # those that read nothing: the others wait for these too
+            if not live:
+                cute.arch.cluster_arrive()
 
         if live:
             source = state[Int64(slot), hv, None, None]
@@ -753,14 +776,14 @@ class Layer(layer_rows.Rows):
             if const_expr(self.convolves):
                 self.convolve(taps, window, late.rows, sX, mine, block, tid)
                 first_of_head = shares == 0 and vt == 0
+                if const_expr(self.joined):
+                    # what this thread has read of the window is in its registers
+                    cute.arch.cluster_arrive()
                 cute.arch.sync_threads()
                 # Behind the barrier, where no other warp waits for these stores; and threads beyond the last channel have read the last ones.
-                if const_expr(self.intermediate == "slots"):
-                    if held:
-                        self.store_window(conv, window_slot, at, taps, window, late.rows, mine, block, first_of_head, tid)
-                elif const_expr(self.update):
-                    if writes:
-                        self.store_window(conv, write_slot, at, taps, window, late.rows, mine, block, first_of_head, tid)
+                if const_expr(self.moves and not self.joined):
+                    if moved:
+                        self.store_window(conv, moves_to, at, taps, window, late.rows, mine, block, first_of_head, tid)
             read = self.read_convolved(sX, late.read, block, thread) if const_expr(self.convolves) else late.read
             norm = None
             if const_expr(self.normed):
@@ -773,9 +796,15 @@ class Layer(layer_rows.Rows):
                 if const_expr(not self.sends_early):
                     self.meet(norm, block, tid)
                 self.write_outputs(norm, own_heads, block, tid)
+            if const_expr(self.joined):
+                if const_expr(self.cluster == 1):
+                    cute.arch.cluster_wait()
+                if const_expr(self.moves):
+                    if moved:
+                        self.store_window(conv, moves_to, at, taps, window, late.rows, mine, block, first_of_head, tid)
         else:
             self.await_producer("state")
-            if const_expr(self.cluster > 1):
+            if const_expr(self.cluster > 1 and not self.joined):
                 cute.arch.cluster_wait()
             self.zero_heads(output, own_heads, block, tid)
 

@@ -46,6 +46,11 @@ class Knobs(recurrent_config.Knobs):
         "rows on their way are in shared memory, by cp.async (k_last); else in registers",
         default=False,
     )
+    group: int = knob(
+        "gr",
+        "blocks, a cluster, that share a q/k head's value heads where its window is shifted",
+        default=1,
+    )
     fetched: bool = knob(
         "fe",
         "L2 is asked for all further rows of a block at once (k_last, from sm_90 on)",
@@ -122,11 +127,21 @@ def block(c: Contract, s: Knobs) -> Block:
 
 def refuse(c: Contract, s: Knobs) -> str | None:
     """Why a setting cannot serve a contract, or None: the kernel's one legality function."""
-    if c.conv_window != "ring" and (s.share != most_heads(c) or s.tile_v != c.V):
+    if c.conv == "none" or c.conv_window == "ring":
+        if s.group != 1:
+            return f"group={s.group} with conv_window={c.conv_window!r}: expected 1"
+    elif s.share * s.group != most_heads(c):
         return (
-            f"share={s.share}, tile_v={s.tile_v} with conv_window={c.conv_window!r}: expected"
-            f" share={most_heads(c)} and tile_v={c.V}, a block that has all readers of a window"
+            f"share={s.share}, group={s.group} with conv_window={c.conv_window!r}: expected"
+            f" share * group = {most_heads(c)}, all readers of a window in one block or cluster"
         )
+    elif s.group * (c.V // s.tile_v) > MOST or (s.tile_v != c.V and c.norm == "none"):
+        return (
+            f"tile_v={s.tile_v}, group={s.group} with conv_window={c.conv_window!r}: expected"
+            f" tile_v={c.V}, or with a norm at most {MOST} blocks in all"
+        )
+    if s.group > 1 and s.heads:
+        return "heads=True with group > 1: a cluster's blocks are neighbours, expected False"
     if s.fence:
         return "fence=True: a convolution's barrier stands there already, expected False"
     if c.norm != "none" and s.tile_v != c.V:
@@ -183,11 +198,16 @@ def refuse(c: Contract, s: Knobs) -> str | None:
 def _candidates(c: Contract) -> list[Knobs]:
     wide = 16 // ITEMSIZE[c.state_dtype]
     k_last = c.layout == "k_last"
-    # without a norm a block may have a part of V
-    tiles = (c.V,) if c.norm != "none" else (128, 64, 32, 16)
-    share = most_heads(c) if c.conv_window != "ring" else 1
+    shifted = c.conv != "none" and c.conv_window != "ring"
+    # without a norm, or windows that are shifted, a block may have a part of V
+    tiles = (c.V,) if c.norm != "none" or shifted else (128, 64, 32, 16)
+    most = most_heads(c) if shifted else 1
     return [
-        Knobs(tile_v, ilp, vec, lanes, threads, split, 0, early, False, spread, share=share)
+        Knobs(
+            tile_v, ilp, vec, lanes, threads, split, 0, early, False, spread,
+            share=share, group=most // share,
+        )
+        for share in dict.fromkeys((most, 1))
         for early in ((True,) if k_last and c.K % 64 == 0 else (True, False))
         for threads in ((128, 256) if k_last and c.K % 64 == 0 else (128, 256, 64, 512))
         for vec in ((wide,) if k_last and c.K % 64 == 0 else (wide, wide // 2))
@@ -196,7 +216,7 @@ def _candidates(c: Contract) -> list[Knobs]:
         for split in ((1,) if k_last else (1, 2, 4))
         for spread in (True, False)
         for tile_v in tiles
-    ]
+    ]  # fmt: skip
 
 
 def _worth(c: Contract, s: Knobs) -> bool:
@@ -217,6 +237,7 @@ class _Form(NamedTuple):
     ahead: int = 1
     copied: bool = False
     registers: int = 0
+    group: int = 1
 
 
 # What won somewhere, or was within 1% of it, on an H200 with H=16, HV=64, K=V=128, bf16 and fp32
@@ -241,22 +262,44 @@ _SEVERAL = (
     _Form(128, 8, 64, registers=96),
     _Form(128, 8, ahead=2, copied=True),
 )
+# Of GDN's windows that are shifted: of 8 value heads, the most of a q/k head, a block has one, two
+# or four. Not measured yet.
+_ONE_SHIFTED = (
+    _Form(256, 4, group=8),
+    _Form(128, 4, group=8),
+    _Form(128, 8, ahead=2, copied=True, group=8),
+    _Form(256, 4, share=2, group=4),
+    _Form(128, 4, share=2, group=4),
+    _Form(128, 4, ahead=2, copied=True, registers=80, share=2, group=4),
+    _Form(128, 8, ahead=2, copied=True, share=2, group=4),
+    _Form(128, 4, share=4, group=2),
+    _Form(128, 4, ahead=2, copied=True, registers=80, share=SHIFTED_HEADS),
+)
+_SEVERAL_SHIFTED = (
+    _Form(256, 4, group=8),
+    _Form(128, 8, group=8),
+    _Form(256, 4, share=2, group=4),
+    _Form(128, 4, share=2, group=4),
+    _Form(128, 8, ahead=2, copied=True, share=2, group=4),
+    _Form(256, 4, share=SHIFTED_HEADS),
+)
 
 
 def _measured(c: Contract, device: Device) -> list[Knobs]:
     """The settings above, for the sizes that they were measured with; none for others."""
     if (c.layout, c.K, c.V) != ("k_last", 128, 128) or c.norm == "none":
         return []
-    one = compiled_tokens(c) == 1
-    shifted = c.conv != "none" and c.conv_window != "ring"
+    forms = _ONE if compiled_tokens(c) == 1 else _SEVERAL
+    if c.conv != "none" and c.conv_window != "ring" and c.op == "gdn_decode":
+        forms = _ONE_SHIFTED if compiled_tokens(c) == 1 else _SEVERAL_SHIFTED
     found = [
         Knobs(
             f.tile_v or c.V, f.ilp, 16 // ITEMSIZE[c.state_dtype], 16, f.threads, early=True,
             spread=True, registers=f.registers, ahead=f.ahead, copied=f.copied,
-            share=most_heads(c) if shifted else f.share, row=c.intermediate == "slots",
+            share=f.share, group=f.group, row=c.intermediate == "slots",
         )
-        for f in (_ONE if one else _SEVERAL)
-        if not f.tile_v or _has_clusters(device)
+        for f in forms
+        if _has_clusters(device) or not (f.tile_v or f.group > 1)
     ]  # fmt: skip
     return [s for s in dict.fromkeys(found) if not refuse(c, s)]
 
@@ -277,7 +320,10 @@ def _pairs(c: Contract, s: Knobs) -> list[Knobs]:
 
 def _general(c: Contract, device: Device) -> list[Knobs]:
     """Settings for sizes that were not measured."""
-    found = [s for s in _candidates(c) if not refuse(c, s) and _worth(c, s)]
+    joins = _has_clusters(device)
+    found = [
+        s for s in _candidates(c) if not refuse(c, s) and _worth(c, s) and (joins or s.group == 1)
+    ]
     more = [x for s in found if s.lanes == 16 or c.layout == "v_last" for x in _pairs(c, s)]
     if _has_clusters(device):
         more += [x for s in found if s.lanes == 16 for x in _clusters(c, s)]
@@ -309,12 +355,20 @@ class _Target(NamedTuple):
     elements: int
     share: int = 1
     copied: bool = False
+    group: int = 1
 
 
 def _target(c: Contract, heads: float) -> _Target:
     """From the winners without dependent launch on an H200 (above). heads: value heads in flight
     for each SM.
     """
+    if most_heads(c) == SHIFTED_HEADS:
+        # one of a ring's blocks a head, and no tiles of V: those would be a second cluster
+        if heads < 1:
+            return _Target(c.V, 256, 32, 1, group=8)
+        several = compiled_tokens(c) > 1
+        copied = heads >= 16 or (several and heads >= 4)
+        return _Target(c.V, 128, 64 if several else 32, 2, copied, group=4)
     if c.norm != "none" and heads < 1:
         return _Target(c.V // 2, 256, 32)
     if compiled_tokens(c) > 1:
@@ -343,6 +397,7 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
             s.pdl != "none",
             c.intermediate == "slots" and not s.row,
             abs(math.log2(s.tile_v / target.tile_v)),
+            abs(math.log2(s.group / target.group)),
             abs(s.share - target.share),
             not s.spread,
             s.copied != target.copied,

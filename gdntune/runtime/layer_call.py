@@ -99,8 +99,8 @@ def check_readers(op: str, H: int, HV: int) -> None:
     if H and most * H < HV:
         raise UnsupportedProblem(
             f"HV={HV}, H={H} without conv_position: a window that is shifted in place is read by"
-            f" one block, on CUDA of at most {most} value heads a q/k head; give conv_position, a"
-            " ring"
+            f" one block or cluster, on CUDA of at most {most} value heads a q/k head; give"
+            " conv_position, a ring"
         )
 
 

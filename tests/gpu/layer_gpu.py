@@ -58,6 +58,9 @@ TIMED = {
     "step, fp32": Contract(**STEP, state_dtype="fp32"),
     "step, T=4 slots, bf16": Contract(**STEP, **SLOTS),
     "norm, T=4 slots, bf16": Contract(norm="silu", **SLOTS),
+    # as the engines have them; the parts apart have rings alone
+    "shifted, bf16": Contract(**STEP, conv_window="shifted"),
+    "shifted, T=4 drafts, bf16": Contract(**STEP, **SLOTS, conv_window="shifted"),
 }
 HEADS = ((16, 64), (16, 32))
 # What else is checked, by the default rule's variant.
@@ -277,7 +280,7 @@ def time_all(every: bool, sizes: list[int], rounds: int, only: str) -> None:
     session = session_of("chain")
     runtime = Runtime(session.device, session.store)
     for name, c in TIMED.items():
-        if not any(named(f"{name}, HV={HV}", only) for _, HV in HEADS):
+        if c.conv_window != "ring" or not any(named(f"{name}, HV={HV}", only) for _, HV in HEADS):
             continue
         print(
             f"{c.key()}: parts apart differ by {agrees(session, c, runtime):.2g} of the largest output"
@@ -318,23 +321,32 @@ def one_row(session: Session, runtime: Runtime, problem: Problem, every: bool, r
     threes = [
         parts_call(session, calls.cases, v, pdl)
         for v, pdl in ((chosen, False), (with_pdl(chosen), True))
+        if c.conv_window == "ring"
     ]
     timed = session.timer.measure([*alone, *threes, *(calls.calls[i] for i in last)], rounds)
     calls.restore()
     times = [summary(x).median_us for x in timed]
     fused = {}
-    for i, us in zip(last, times[4:], strict=True):
+    delta, parts, own = times[:2], times[2 : -len(last)], times[-len(last) :]
+    for i, us in zip(last, own, strict=True):
         pdl = variants[i].knobs["pdl"] != "none"
         fused[pdl] = min(fused.get(pdl, (us, variants[i].id)), (us, variants[i].id))
-    (plain, first), (late, second) = fused[False], fused[True]
-    print(
-        f"| {problem.B} | {times[0]:.2f} ({times[1]:.2f}) | {times[2]:.2f} ({times[3]:.2f}) | {plain:.2f} ({late:.2f}) |"
-        f" {plain / times[2]:.2f} ({late / times[3]:.2f}) | {first}, {second} |",
-        flush=True,
+    best = [fused[False], fused[True]]
+    ratios = [us / apart for (us, _), apart in zip(best, parts, strict=False)]
+    columns = (
+        str(problem.B),
+        *(_pair(x) for x in (delta, parts, [us for us, _ in best], ratios)),
+        ", ".join(name for _, name in best),
     )
-    ranked = sorted((us, variants[i].id) for i, us in zip(last, times[4:], strict=True))
+    print(f"| {' | '.join(columns)} |", flush=True)
+    ranked = sorted((us, variants[i].id) for i, us in zip(last, own, strict=True))
     print("  ".join(f"{us:.2f} {name}" for us, name in ranked), file=sys.stderr, flush=True)
     torch.cuda.empty_cache()
+
+
+def _pair(times: list[float]) -> str:
+    """Without dependent launch, and in brackets with it."""
+    return "{:.2f} ({:.2f})".format(*times) if times else "-"
 
 
 def why(sizes: list[int], rounds: int) -> None:

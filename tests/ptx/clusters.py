@@ -39,7 +39,7 @@ class _Mailbox:
 
 
 class Clusters:
-    """The clusters of a grid, `size` blocks along x each."""
+    """The clusters of a grid, `size` neighbouring blocks each."""
 
     def __init__(self, size: int, blocks: int, threads: int):
         self.size, self.threads = size, threads
@@ -47,9 +47,11 @@ class Clusters:
         self._met = np.zeros(blocks * threads, np.int64)
         self.mailboxes: dict[int, _Mailbox] = {}
 
-    def arrive(self, threads: Threads) -> None:
-        """These threads arrive at their cluster's barrier."""
+    def arrive(self, grid: "Grid", threads: Threads, orders: bool) -> None:
+        """These threads arrive at their cluster's barrier; orders: with all that they did before."""
         self._arrived[threads.lanes] += 1
+        if orders:
+            grid.clock.arrived[threads.lanes] += 1
 
     def wait(self, grid: "Grid", i: Instruction, threads: Threads) -> None:
         """These threads wait until all of their cluster have arrived."""
@@ -60,6 +62,7 @@ class Clusters:
         if len(late):
             who = grid.where(i, Threads.of_lanes(late, grid.size))(0)
             raise Fault(f"not all of a cluster have arrived where they are waited for, {who}")
+        grid.clock.met[threads.lanes] = grid.clock.arrived[threads.lanes]
 
     def times_met(self, lane: int) -> int:
         """How often a thread has waited for its cluster."""
@@ -81,7 +84,8 @@ class Clusters:
 def barrier(i: Instruction, program: Program) -> Step:
     """barrier.cluster.arrive and barrier.cluster.wait."""
     if i.parts[2] == "arrive":
-        return Step(lambda grid, threads: grid.clusters.arrive(threads))
+        orders = "relaxed" not in i.parts
+        return Step(lambda grid, threads: grid.clusters.arrive(grid, threads, orders))
     return Step(lambda grid, threads: grid.clusters.wait(grid, i, threads))
 
 

@@ -54,7 +54,7 @@ class Grid:
         self.registers: dict[str, Array] = {}
         self.special = _special(launch, self.blocks, self.threads)
         self.size = self.blocks * self.threads
-        self.clock = Clock(self.blocks, self.threads)
+        self.clock = Clock(self.blocks, self.threads, launch.cluster)
         shared = program.static_shared + launch.shared_bytes
         self.shared = Shared(SHARED_BASE, shared, self.blocks)
         self.shared.races = Races(self.clock, self.shared.bytes.size)

@@ -111,9 +111,9 @@ def _attributes(config: _Config, kind: int) -> Iterator[list[int]]:
 
 
 def _cluster(config: _Config) -> int:
-    """Blocks of a cluster; Unmodelled for those that lie along y or z."""
-    for size in _attributes(config, _CLUSTER):
-        if max(size[1:]) > 1:
-            raise Unmodelled(f"clusters of {size} blocks")
-        return size[0]
+    """Blocks of a cluster; Unmodelled where they are not neighbours in the order x, y."""
+    for x, y, z in _attributes(config, _CLUSTER):
+        if z > 1 or (y > 1 and x != config.grid[0]):
+            raise Unmodelled(f"clusters of {x}, {y}, {z} blocks")
+        return x * y
     return 1

@@ -1,8 +1,9 @@
 """Accesses of two threads to one place, at least one of them a write, with nothing between them.
 
 Within a block a barrier orders what was before it with what is after; within a warp
-`bar.warp.sync` does too. A shuffle or an mma does not: it hands on registers, not memory. Nothing
-orders the blocks of a grid. Writes of the same value by several threads are let pass, as
+`bar.warp.sync` does too. A shuffle or an mma does not: it hands on registers, not memory. Blocks of
+a cluster are ordered by barrier.cluster.arrive, unless it is relaxed, and .wait: what was before
+the one with what is after the other. Nothing orders the other blocks of a grid. Writes of the same value by several threads are let pass, as
 compute-sanitizer's racecheck lets them.
 """
 
@@ -15,15 +16,20 @@ from .values import Array
 
 WARP = 32
 # How many threads read a place since the last order between them: more than one of a warp, more
-# than one warp of a block, more than one block.
-LANES, WARPS, BLOCKS = 1, 2, 3
+# than one warp of a block, more than one block of a cluster, more than one cluster.
+LANES, WARPS, BLOCKS, CLUSTERS = 1, 2, 3, 4
 
 
 class Clock:
-    """How often each block and each warp of a grid was ordered; races are told by it."""
+    """How often each block and each warp of a grid was ordered; races are told by it.
 
-    def __init__(self, blocks: int, threads: int):
-        self.threads = threads
+    arrived, met: how often a thread arrived at its cluster's barrier, and waited there.
+    """
+
+    def __init__(self, blocks: int, threads: int, cluster: int = 1):
+        self.threads, self.together = threads, threads * cluster
+        self.arrived = np.zeros(blocks * threads, np.int64)
+        self.met = np.zeros(blocks * threads, np.int64)
         self.block = np.zeros(blocks, np.int64)
         self.warp = np.zeros(blocks * threads // WARP, np.int64)
 
@@ -47,6 +53,7 @@ class _Log:
         self.thread = np.zeros(places, np.int32)
         self.block_count = np.zeros(places, np.int32)
         self.warp_count = np.zeros(places, np.int32)
+        self.arrived = np.zeros(places, np.int32)
         self.several = np.zeros(places, np.int8)
 
 
@@ -66,6 +73,9 @@ class Races:
         same_warp = before // WARP == lanes // WARP
         ordered = same_block & (several < BLOCKS) & (log.block_count[at] < block_now)
         ordered |= same_warp & (several < WARPS) & (log.warp_count[at] < warp_now)
+        same_cluster = before // self.clock.together == lanes // self.clock.together
+        met = log.arrived[at] < self.clock.met[lanes]
+        ordered |= same_cluster & (several < CLUSTERS) & met
         ordered |= (before == lanes) & (several == 0)
         return (before >= 0) & ~ordered
 
@@ -91,14 +101,16 @@ class Races:
         # and who reads it now besides
         several = np.maximum(several, self._apart(log.thread[at].astype(np.int64) - 1, lanes))
         log.block_count[at], log.warp_count[at] = self.clock.now(lanes)
+        log.arrived[at] = self.clock.arrived[lanes]
         log.several[at] = 0
-        for much in (LANES, WARPS, BLOCKS):
+        for much in (LANES, WARPS, BLOCKS, CLUSTERS):
             log.several[at[several == much]] = much
 
     def _apart(self, one: Array, other: Array) -> Array:
         """How far two threads are apart, where there are two."""
         far = np.where(one // WARP == other // WARP, LANES, WARPS)
         far = np.where(one // self.clock.threads == other // self.clock.threads, far, BLOCKS)
+        far = np.where(one // self.clock.together == other // self.clock.together, far, CLUSTERS)
         return np.where((one < 0) | (one == other), 0, far)
 
     def write(self, at: Array, lanes: Array, changed: Array, where: Callable[[int], str]) -> None:
@@ -119,6 +131,7 @@ class Races:
         log = self._written
         log.thread[at] = lanes + 1
         log.block_count[at], log.warp_count[at] = self.clock.now(lanes)
+        log.arrived[at] = self.clock.arrived[lanes]
 
     def _who(self, lane: int) -> str:
         return f"block {lane // self.clock.threads}, thread {lane % self.clock.threads}"

@@ -30,18 +30,19 @@ PADDED = {"padding": 0.3, "slot_stride_pad": 64, "extra_rows": 2}
 LENGTHS = {"lengths": (4, 0, 1), **PADDED}
 
 
-def row(contract, group, options=PADDED, **knobs):
-    """A setting beside a whole head's other knobs; group: value heads of a q/k head."""
+def row(contract, ratio, options=PADDED, **knobs):
+    """A setting beside a whole head's other knobs; ratio: value heads of a q/k head."""
     space = LAYER.space(contract, arch.target(ARCH))
     whole = next(s for s in space if s.tile_v == contract.V)
     if contract.layout == "k_last":
         whole = dataclasses.replace(whole, threads=128, ilp=8)
     setting = dataclasses.replace(whole, **knobs)
     assert LAYER.refuse(contract, setting) is None
-    return Row("layer", contract, LAYER.variant(setting), tuple(options.items()), group)
+    return Row("layer", contract, LAYER.variant(setting), tuple(options.items()), ratio)
 
 
 ONE = row(Contract(**STEP), 2, tile_v=64, threads=128, ilp=8)
+WINDOW = row(Contract(**STEP, conv_window="shifted"), 3, threads=256, ilp=4, share=1, group=8)
 ROWS = [
     ONE,
     row(Contract(**STEP), 2, tile_v=32, ilp=2, threads=256, pdl="first"),
@@ -94,11 +95,56 @@ ROWS = [
         fetched=True,
         window=True,
     ),
+    # windows that are shifted in place, by a cluster of their readers: with idle blocks, of one head each, of two
+    WINDOW,
+    row(
+        Contract(**STEP, conv_window="shifted"),
+        8,
+        ilp=4,
+        threads=128,
+        share=2,
+        group=4,
+        pdl="state",
+    ),
+    row(
+        Contract(**STEP, **SLOTS, conv_window="shifted"),
+        2,
+        threads=256,
+        ilp=4,
+        share=1,
+        group=8,
+        row=True,
+    ),
+    row(Contract(**STEP, **SLOTS, conv_window="dims_first"), 5, share=2, group=4, row=True),
+    row(RAGGED.replace(conv_window="shifted"), 3, LENGTHS, threads=256, ilp=4, share=4, group=2),
+    row(Contract(**KDA, conv_window="shifted"), 1, tile_v=64),
+    row(Contract(**STEP, conv_window="shifted", layout="v_last"), 3, vec=8, threads=64),
     # windows that are shifted in place, by a block that has all their readers
-    row(Contract(**STEP, conv_window="shifted"), 3, threads=256, ilp=4, pdl="state"),
-    row(Contract(conv="silu", conv_bias=True, conv_width=3, conv_window="shifted"), 8),
+    row(
+        Contract(**STEP, conv_window="shifted"),
+        3,
+        threads=256,
+        ilp=4,
+        pdl="state",
+        share=8,
+        group=1,
+    ),
+    row(
+        Contract(conv="silu", conv_bias=True, conv_width=3, conv_window="shifted"),
+        8,
+        share=8,
+        group=1,
+    ),
     row(Contract(**KDA, conv_window="shifted"), 1),
-    row(Contract(**STEP, **SLOTS, conv_window="shifted"), 3, ilp=4, threads=256, row=True),
+    row(
+        Contract(**STEP, **SLOTS, conv_window="shifted"),
+        3,
+        ilp=4,
+        threads=256,
+        row=True,
+        share=8,
+        group=1,
+    ),
     row(
         Contract(**KDA, **SLOTS, conv_window="shifted"),
         1,
@@ -122,6 +168,20 @@ def test_forms(row, builder):
     case = truth.before.clone()
     call.decode(builder.get(row.contract, row.variant), row.contract)(*case.arguments())
     truth.judge(case).require()
+
+
+def test_a_window_that_is_moved_on_too_early(builder):
+    """Its readers are waited for, and with what they have read."""
+    made = builder.get(WINDOW.contract, WINDOW.variant)
+    for pattern, instead in (
+        (r"barrier\.cluster\.wait[^;]*;", ""),
+        (r"barrier\.cluster\.arrive", "barrier.cluster.arrive.relaxed"),
+    ):
+        text = re.sub(pattern, instead, made.ptx)
+        assert text != made.ptx
+        case = make_case(WINDOW.problem, "cpu", 0)
+        with pytest.raises(Fault, match="races with the load"):
+            call.decode(made, WINDOW.contract, text)(*case.arguments())
 
 
 BROKEN = {

@@ -328,15 +328,16 @@ def test_the_operators_say_what_they_write():
     )
 
 
-def test_one_block_reads_a_shifted_window():
-    """On CUDA no other block may read a window while it is shifted: settings and calls where one
-    would are refused by name.
+def test_readers_of_a_shifted_window():
+    """On CUDA a block or a cluster has all readers of a window, so that they can wait for one another:
+    settings and calls where others would read it are refused by name.
     """
     contract, device = Contract(conv="silu", conv_window="shifted"), arch.target("sm_90a")
     layer = kernels.get("layer")
-    assert {(s.share, s.tile_v) for s in layer.space(contract, device)} == {(8, 128)}
+    found = {(s.share * s.group, s.tile_v) for s in layer.space(contract, device)}
+    assert found == {(8, 128)}
     shared = layer.default(contract.replace(conv_window="ring"), 64, device)
-    assert "expected share=8 and tile_v=128" in layer.refuse(contract, shared)
+    assert "expected share * group = 8" in layer.refuse(contract, shared)
     layer_call.check_readers("gdn_decode", 2, 16)
     with pytest.raises(UnsupportedProblem, match="HV=18, H=2 without conv_position.*at most 8"):
         layer_call.check_readers("gdn_decode", 2, 18)
