@@ -63,6 +63,8 @@ TIMED = {
     "shifted, T=4 drafts, bf16": Contract(**STEP, **SLOTS, conv_window="shifted"),
 }
 HEADS = ((16, 64), (16, 32))
+# the batch sizes whose delta rule alone is compiled: --sizes are among them
+SIZES = (1, 4, 16, 64, 256)
 # What else is checked, by the default rule's variant.
 CHECKED = [
     Contract(norm="silu"),
@@ -101,7 +103,16 @@ SCREEN, FINALISTS = 6, 6
 
 def plain_of(c: Contract) -> Contract:
     """The contract of the delta rule alone."""
-    return c.replace(norm="none", norm_weight_dtype="fp32", conv="none")
+    own = (
+        "norm",
+        "norm_weight_dtype",
+        "conv",
+        "conv_width",
+        "conv_bias",
+        "conv_window",
+        "conv_input",
+    )
+    return c.replace(**{name: getattr(Contract(), name) for name in own})
 
 
 # Knobs that are tried beside the space's, by --knobs.
@@ -151,9 +162,10 @@ def with_pdl(variant: Variant) -> Variant:
     return kernel.variant(kernel.setting({**variant.knobs, "pdl": "first"}))
 
 
-def apart(c: Contract, runtime: Runtime) -> list[tuple[int, Variant]]:
-    """The table's choices for the delta rule alone: from which work units on, and what."""
-    return [(x.first, x.variant) for x in runtime.choices(plain_of(c))]
+def apart(c: Contract, runtime: Runtime, work_units: int) -> Variant:
+    """The table's choice for the delta rule alone."""
+    found = runtime.choices(plain_of(c))
+    return [x.variant for x in found if x.first <= work_units][-1]
 
 
 def wanted(
@@ -166,7 +178,7 @@ def wanted(
             continue
         for v in tried(c, device, every):
             yield LAYER, c, v, None
-        for _, v in apart(c, runtime):
+        for v in dict.fromkeys(apart(c, runtime, B * HV) for B in SIZES for _, HV in HEADS):
             for one in (v, with_pdl(v)):
                 yield kernels.get(v.kernel), plain_of(c), one, None
     if not only:
@@ -270,7 +282,7 @@ def agrees(session: Session, c: Contract, runtime: Runtime) -> float:
     problem = Problem(c, 4, 16, 64)
     case = make_case(problem, "cuda", 0)
     truth = Truth(case.clone())
-    variant = apart(c, runtime)[0][1]
+    variant = apart(c, runtime, SIZES[0] * HEADS[0][1])
     parts_call(session, [case], variant, False)(0)
     part = truth.parts[0]
     got = case.output.flatten(0, 1)[part.places].double()
@@ -315,7 +327,7 @@ def one_row(session: Session, runtime: Runtime, problem: Problem, every: bool, r
         for pdl in (False, True)
         for i in [i for i in order if (variants[i].knobs["pdl"] != "none") is pdl][:FINALISTS]
     ]
-    chosen = [v for first, v in apart(c, runtime) if first <= problem.work_units][-1]
+    chosen = apart(c, runtime, problem.work_units)
     inner = [case.arguments()[:22] for case in calls.cases]
     # on what the convolution leaves and on what it takes the delta rule's time is the same
     rules = [session.function(plain_of(c), v) for v in (chosen, with_pdl(chosen))]
@@ -364,7 +376,7 @@ def why(sizes: list[int], rounds: int) -> None:
             if c.layer:
                 variants = alone(c, session.device)
             else:
-                variants = [v for first, v in apart(c, runtime) if first <= problem.work_units][-1:]
+                variants = [apart(c, runtime, problem.work_units)]
             session.load(c, variants)
             calls = session.calls(problem, "decode", variants)
             times = [summary(x).median_us for x in session.timer.measure(calls.calls, rounds)]
