@@ -83,10 +83,10 @@ CALL: dict[str, tuple[Any, ...]] = {
 _POOLED = ("padding", "skipped", "null_index", "out_of_range", "split")
 # Steps of the walk over what a kernel serves, from which rows are chosen.
 WALK = 1000
-# Rows of a kernel: the first 8 hold every value and four of five pairs, 27 to 37 hold all. A row
-# takes 3 s of CPU time.
+# Rows of a kernel, or as many more as hold every value: seven of ten pairs; 26 to 40 hold all. A row
+# takes 7 s of CPU time, most of it the compiler's.
 EVERY = os.environ.get("GDNTUNE_TEST_ALL") == "1"
-ROWS = int(os.environ.get("GDNTUNE_PTX_ROWS", 99 if EVERY else 8))
+ROWS = int(os.environ.get("GDNTUNE_PTX_ROWS", 99 if EVERY else 6))
 VALUE = 24
 
 
@@ -219,8 +219,8 @@ def _walk(kernel: Kernel, pick: random.Random) -> list[dict[str, Any]]:
     return found
 
 
-def _bits(draws: list[dict[str, Any]]) -> list[int]:
-    """What each draw holds, as a set of bits: values and pairs of them."""
+def _bits(draws: list[dict[str, Any]]) -> tuple[list[int], int]:
+    """What each draw holds, as a set of bits: values and pairs of them. And the bits of all values."""
     values: dict[Any, int] = {}
     found = []
     for draw in draws:
@@ -237,17 +237,17 @@ def _bits(draws: list[dict[str, Any]]) -> list[int]:
             row = sum(1 << other for other in numbers[at + 1 :])
             bits |= row << VALUE * width + width * n
         holds.append(bits)
-    return holds
+    return holds, (1 << VALUE * width) - 1
 
 
-def chosen(draws: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most so many of the draws, which hold every pair of two fields' values that any of them
-    holds; the first of them every value.
+def chosen(draws: list[dict[str, Any]], enough: int) -> list[dict[str, Any]]:
+    """So many of the draws, or more where these lack a value that any of them holds; with `enough`
+    beyond all, they hold every pair of two fields' values.
     """
-    holds = _bits(draws)
+    holds, values = _bits(draws)
     missing = functools.reduce(operator.or_, holds)
     kept: list[dict[str, Any]] = []
-    while missing and len(kept) < most:
+    while missing and (len(kept) < enough or missing & values):
         best = max(range(len(draws)), key=lambda n: (holds[n] & missing).bit_count())
         missing &= ~holds[best]
         kept.append(draws[best])
