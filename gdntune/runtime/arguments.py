@@ -255,7 +255,7 @@ def expected_shapes(
             yield "ring_seed", (2,)
     if c.conv != "none":
         D = 2 * H * c.K + HV * c.V
-        yield "mixed_qkv", (N, T, D)
+        yield "mixed_qkv", (N, T, D + (HV * c.V if c.conv_input == "interleaved" else 0))
         yield "conv_state", (arguments["state"].shape[0], "rows", D)
         yield "conv_weight", (D, c.conv_width)
         if c.conv_bias:

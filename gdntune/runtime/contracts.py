@@ -73,11 +73,12 @@ class Layer(NamedTuple):
     conv_weight: Any = None
     conv_bias: Any = None
     conv_position: Any = None
+    conv_input: Any = "packed"
 
     @property
     def tensors(self) -> dict[str, Any]:
         """Its tensors by name."""
-        kinds = ("norm", "norm_eps", "conv")
+        kinds = ("norm", "norm_eps", "conv", "conv_input")
         return {name: getattr(self, name) for name in self._fields if name not in kinds}
 
     @property
@@ -108,6 +109,7 @@ class Layer(NamedTuple):
                 "conv_width": self.conv_weight.shape[1],
                 "conv_bias": self.conv_bias is not None,
                 "conv_window": self._window(),
+                "conv_input": self.conv_input,
             }
         return check_contract(inner.replace(**fields)) if fields else inner
 

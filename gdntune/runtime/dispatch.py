@@ -205,6 +205,9 @@ class Runtime:
         source = self.source(contract.op)
         if source is not None:
             found = self._from_table(source, contract)
+            if not found and contract.conv_input != "packed":
+                # the same bytes from other places: what is fast for the one is for the other
+                found = self._from_table(source, contract.replace(conv_input="packed"))
         if found:
             return found
         # The default rule, sampled at powers of two: it is a staircase of a few steps

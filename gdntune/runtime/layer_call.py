@@ -45,7 +45,7 @@ class Given(NamedTuple):
 def run(given: tuple[Any, ...], settings: tuple[Any, ...], layer: tuple[Any, ...]) -> Tensor:
     """Runs a call given as plain tuples in the order of `Given` and `Settings`; returns its output.
 
-    layer: the norm's kind and epsilon, and the convolution's kind.
+    layer: the norm's kind and epsilon, the convolution's kind, and how its rows lie.
     """
     wanted, _, fits, adapt, function, _, contract = _CALLS.recent
     asked = (settings, layer)
@@ -80,9 +80,9 @@ def _first(key: Any, g: Given, settings: tuple[Any, ...], layer: tuple[Any, ...]
 
 def looked_at(g: Given, s: Settings, layer: tuple[Any, ...]) -> tuple[Tensors, Layer]:
     """A call's tensors as any call's, and what it does beside gates and delta rule."""
-    t, gate, mixed = views(g, s)
-    norm, epsilon, conv = layer
-    asked = Layer(norm, gate, g.norm_weight, epsilon, conv)
+    norm, epsilon, conv, rows = layer
+    t, gate, mixed = views(g, s) if rows == "packed" else side_by_side(g, s, norm != "none")
+    asked = Layer(norm, gate, g.norm_weight, epsilon, conv, conv_input=rows)
     if conv != "none":
         asked = asked._replace(
             mixed_qkv=mixed, conv_state=g.conv_state, conv_weight=g.conv_weight,
@@ -122,9 +122,9 @@ class Unpack:
         start = g.mixed_qkv.storage_offset()
         self._views = [(x.shape, x.stride(), x.storage_offset() - start) for x in (t.q, t.k, t.v)]
         self._same = [
-            None if x is None else (x.shape, x.stride(), 0)
-            for x in (t.a, t.b, layer.output_gate, layer.mixed_qkv)
+            None if x is None else (x.shape, x.stride(), 0) for x in (t.a, t.b, layer.mixed_qkv)
         ]
+        self._gate = gate_in(layer.output_gate, g)
 
     def __call__(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """All arguments, the last call's tensors among them."""
@@ -137,10 +137,12 @@ class Unpack:
         else:
             output = output.view(self._shape)
         q, k, v = (view(mixed, *as_view) for as_view in self._views)
-        a, b, gate, rows = (
+        a, b, rows = (
             None if same is None else view(x, *same)
-            for x, same in zip((a, b, gate, mixed), self._same, strict=True)
+            for x, same in zip((a, b, mixed), self._same, strict=True)
         )
+        if self._gate is not None:
+            gate = view(mixed if gate is None else gate, *self._gate)
         tensors: tuple[Any, ...] = (
             state, q, k, v, a, b, A_log, dt_bias, read, write, slot, accepted, bounds, None, output,
         )  # fmt: skip
@@ -159,11 +161,72 @@ class Unpack:
         return (output[0] if ragged else output[:, 0]) if flat else output
 
 
+def gate_in(gate: Any, g: Given) -> Any:
+    """Shape, strides and start of the output's gate in what was given: its own tensor, or
+    mixed_qkv, where q/k heads lie side by side.
+    """
+    if gate is None:
+        return None
+    start = 0 if g.output_gate is not None else gate.storage_offset() - g.mixed_qkv.storage_offset()
+    return gate.shape, gate.stride(), start
+
+
 def _rows(x: Any, flat: bool, ragged: bool) -> Any:
     """A tensor of rows as [B, T, ...]: rows [B, ...] are of one token, packed ones of one batch."""
     if x is None or not flat:
         return x
     return x.unsqueeze(0 if ragged else 1)
+
+
+def side_by_side(g: Given, s: Settings, gated: bool) -> tuple[Tensors, Any, Tensor]:
+    """`views` of rows that have q/k heads side by side. What a kernel is handed then says the sizes
+    and where the first head's are (kernels/spec.py).
+    """
+    flat, ragged = g.mixed_qkv.dim() == 2, g.cu_seqlens is not None
+    mixed, a, b, output = (_rows(x, flat, ragged) for x in (g.mixed_qkv, g.a, g.b, g.output))
+    if g.output_gate is not None:
+        raise UnsupportedProblem(
+            "output_gate with conv_input='interleaved': expected None; the gate is in mixed_qkv"
+        )
+    K, V = g.state.shape[-1:-3:-1] if g.state.dim() == 4 else (0, 0)
+    if s.state_layout == "v_last":
+        V, K = K, V
+    if mixed.dim() != 3 or b.dim() != 4 or a.shape != b.shape or not K:
+        raise UnsupportedProblem(
+            f"mixed_qkv has shape {tuple(g.mixed_qkv.shape)}, a {tuple(g.a.shape)}, b"
+            f" {tuple(g.b.shape)}, initial_state {tuple(g.state.shape)} with"
+            " conv_input='interleaved': expected [B, T, 2*H*K + 2*HV*V] (or [B, ...], one token),"
+            " a and b [B, T, H, HV/H] (or [B, H, HV/H]), and [slots, HV, V, K]"
+        )
+    (B, T, H, r), width = b.shape, mixed.shape[2]
+    HV, keys = H * r, H * K
+    if width != 2 * (keys + HV * V):
+        raise UnsupportedProblem(
+            f"mixed_qkv has {width} columns with H={H}, HV={HV}, K={K}, V={V} and"
+            f" conv_input='interleaved': expected 2*H*K + 2*HV*V = {2 * (keys + HV * V)}"
+        )
+    for name, x in (("a", a), ("b", b)):
+        if (H > 1 and x.stride(2) != 2 * r) or (r > 1 and x.stride(3) != 1):
+            raise UnsupportedProblem(
+                f"{name} has strides {tuple(x.stride())}: expected {2 * r} between q/k heads and 1"
+                " between value heads, as views of in_proj_ba's rows [H, b and a of HV/H] have"
+            )
+    a, b = (x.as_strided((B, T, HV), (*x.stride()[:2], 1), x.storage_offset()) for x in (a, b))
+    gate = mixed[..., 2 * K + r * V :][..., : HV * V].unflatten(-1, (HV, V)) if gated else None
+    q, k, v = mixed[..., : 2 * keys + HV * V].split((keys, keys, HV * V), -1)
+    return _tensors(g, (q, k, v), K, (HV, V), a, b, output), gate, mixed
+
+
+def _tensors(
+    g: Given, qkv: tuple[Any, ...], K: int, values: tuple[int, int], a: Any, b: Any, output: Any
+) -> Tensors:
+    """A call's tensors of q, k and v as rows; values: HV and V."""
+    q, k, v = qkv
+    return Tensors(
+        g.state, q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, values), a, b,
+        g.A_log, g.dt_bias, g.read_index, g.write_index, g.slot_index, g.accepted, g.cu_seqlens,
+        None, output,
+    )  # fmt: skip
 
 
 def views(g: Given, s: Settings) -> tuple[Tensors, Any, Tensor]:
@@ -187,10 +250,5 @@ def views(g: Given, s: Settings) -> tuple[Tensors, Any, Tensor]:
             f"mixed_qkv has {width} columns with HV={HV}, K={K}, V={V}: expected 2*H*K + HV*V, with"
             " H a divisor of HV"
         )
-    q, k, v = mixed.split((keys // 2, keys // 2, HV * V), -1)
-    t = Tensors(
-        g.state, q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (HV, V)), a, b,
-        g.A_log, g.dt_bias, g.read_index, g.write_index, g.slot_index, g.accepted, g.cu_seqlens,
-        None, output,
-    )  # fmt: skip
-    return t, gate, mixed
+    rows = mixed.split((keys // 2, keys // 2, HV * V), -1)
+    return _tensors(g, rows, K, (HV, V), a, b, output), gate, mixed

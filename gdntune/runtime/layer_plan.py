@@ -28,16 +28,18 @@ class _Views:
             (x.shape[2:], x.stride(), x.storage_offset() - start) for x in (t.q, t.k, t.v)
         ]
         self._rows = [
-            None if x is None else (x.shape[2:], x.stride(), 0)
-            for x in (t.a, t.b, t.output, gate, mixed)
+            None if x is None else (x.shape[2:], x.stride(), 0) for x in (t.a, t.b, t.output, mixed)
         ]
+        found = layer_call.gate_in(gate, g)
+        self._rows.insert(3, found and (found[0][2:], *found[1:]))
 
     def __call__(self, g: Given) -> tuple[Any, ...]:
         """q, k, v, a, b, output, output gate and packed rows of any call."""
         lead = tuple(g.mixed_qkv.shape[: 1 if self._flat else 2])
         if self._flat:
             lead = (1, *lead) if self._ragged else (*lead, 1)
-        rows = (g.mixed_qkv,) * 3 + (g.a, g.b, g.output, g.output_gate, g.mixed_qkv)
+        gate = g.mixed_qkv if g.output_gate is None else g.output_gate
+        rows = (g.mixed_qkv,) * 3 + (g.a, g.b, g.output, gate, g.mixed_qkv)
         return tuple(
             None if like is None else view(x, (*lead, *like[0]), like[1], like[2])
             for x, like in zip(rows, (*self._packed, *self._rows), strict=True)
@@ -52,7 +54,7 @@ def make_layer_plan(bound: Bound, batches: int, HV: int, given: dict[str, Any]) 
     ssm_state_indices, and output is given, [B, T, HV, V] or in the form of mixed_qkv's rows.
     """
     c = bound.contract
-    layer = (c.norm, float(given.pop("norm_eps", 1e-6)), c.conv)
+    layer = (c.norm, float(given.pop("norm_eps", 1e-6)), c.conv, c.conv_input)
     settings = planned.settings_of(c, given)
     numbers = contracts.numbers(settings, c.K)
     functions, only = planned.choices(bound, batches, HV)

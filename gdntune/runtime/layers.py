@@ -17,6 +17,7 @@ _compiling = torch.compiler.is_dynamo_compiling
 _INSIDE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 NORM_GATES = ("silu", "sigmoid")
 ACTIVATIONS = ("silu", "identity")
+CONV_INPUTS = ("packed", "interleaved")
 
 
 def gated_delta_rule_layer_decode(
@@ -36,6 +37,7 @@ def gated_delta_rule_layer_decode(
     conv_bias: Tensor | None = None,
     conv_position: Tensor | None = None,
     conv_activation: str = "silu",
+    conv_input: str = "packed",
     initial_state_indices: Tensor | None = None,
     output_state_indices: Tensor | None = None,
     ssm_state_indices: Tensor | None = None,
@@ -79,11 +81,17 @@ def gated_delta_rule_layer_decode(
         oldest first, shifted in place as engines do. With ssm_state_indices it is width - 2 + T
         rows or more, as vLLM has them: it begins behind num_accepted_tokens - 1 of them, moves on
         by one row, and the drafts' rows stand behind it. On CUDA for HV of at most 8 H (KDA: H),
-        since one block reads all of a q/k head's window, and for as many tokens as its shared
-        memory holds: 8 where K and V are 128. A channel's rows may be side by side, as vLLM's
+        since one block or cluster has all readers of a q/k head's window, and for as many tokens
+        as a block's shared memory holds: 8 where K and V are 128. A channel's rows may be side by side, as vLLM's
         dim-first pools have them: conv_state is [slots, D, rows].transpose(1, 2) then.
-    norm_gate, conv_activation, the weights' dtypes, width, and whether bias and position are given
-        are static, beside what is static elsewhere.
+    conv_input: "interleaved" takes rows as Qwen3-Next's projections leave them, q/k heads side by
+        side, without a copy: mixed_qkv is in_proj_qkvz's [B, T, 2 H K + 2 HV V], of each q/k
+        head [q | k | v | z] of its HV/H value heads, z being the output's gate (output_gate is
+        None then; norm_weight alone asks for the norm). b and a are views [B, T, H, HV/H] of
+        in_proj_ba's rows, of each q/k head [b | a]. conv_weight, conv_bias and conv_state stay
+        [q | k | v].
+    norm_gate, conv_activation, conv_input, the weights' dtypes, width, and whether bias and
+        position are given are static, beside what is static elsewhere.
 
     dependent_launch: as of `gated_delta_rule_decode`, but that the weights, A_log and dt_bias may
         be read before the kernel ahead ends.
@@ -181,9 +189,17 @@ def _call(
         raise
 
 
-def _layer_of(called: dict[str, Any]) -> tuple[str, Any, str]:
-    """The norm's kind and epsilon and the convolution's kind, of what was given."""
-    norm = _together(called, "output_gate", "norm_weight")
+def _layer_of(called: dict[str, Any]) -> tuple[str, Any, str, str]:
+    """Of what was given: the norm's kind and epsilon, the convolution's kind, how its rows lie."""
+    rows = called.get("conv_input", "packed")
+    if not isinstance(rows, str) or rows not in CONV_INPUTS:
+        raise UnsupportedProblem(
+            f"{shown('conv_input', rows)}: expected one of {listed(CONV_INPUTS)}"
+        )
+    if rows == "packed":
+        norm = _together(called, "output_gate", "norm_weight")
+    else:
+        norm = called["norm_weight"] is not None
     conv = _together(called, "conv_state", "conv_weight")
     if not norm and not conv:
         raise UnsupportedProblem(
@@ -209,10 +225,15 @@ def _layer_of(called: dict[str, Any]) -> tuple[str, Any, str]:
             raise UnsupportedProblem(
                 f"{name} without conv_state and conv_weight: expected them with it"
             )
+    if rows != "packed" and not conv:
+        raise UnsupportedProblem(
+            f"conv_input={rows!r} without conv_state and conv_weight: expected them with it"
+        )
     return (
         called["norm_gate"] if norm else "none",
         epsilon,
         called["conv_activation"] if conv else "none",
+        rows,
     )
 
 

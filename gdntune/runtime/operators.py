@@ -34,7 +34,7 @@ _LAYER = (
     " Tensor? output_gate, Tensor? norm_weight, Tensor(c!)? conv_state, Tensor? conv_weight,"
     " Tensor? conv_bias, Tensor? conv_position"
 )
-_ENDS = "str norm_gate, float norm_eps, str conv_activation"
+_ENDS = "str norm_gate, float norm_eps, str conv_activation, str conv_input"
 _LIBRARY = torch.library.Library("gdntune", "DEF")
 
 
@@ -55,11 +55,11 @@ def _packed(
 
 
 def _gdn_layer(*values: Any) -> None:
-    layer_call.run(values[:18], ("gdn_decode", *values[18:-3]), values[-3:])
+    layer_call.run(values[:18], ("gdn_decode", *values[18:-4]), values[-4:])
 
 
 def _kda_layer(*values: Any) -> None:
-    layer_call.run(values[:18], ("kda_decode", *values[18:-3]), values[-3:])
+    layer_call.run(values[:18], ("kda_decode", *values[18:-4]), values[-4:])
 
 
 def _nothing(*_: Any) -> None:

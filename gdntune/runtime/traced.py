@@ -110,7 +110,8 @@ def record_layer(
     output, gate, weight, window, taps, bias, position = given[11:]
     if output is None:
         V = state.shape[3 if settings[4] == "v_last" else 2]
-        output = mixed_qkv.new_empty((*beta.shape, V))
+        heads = beta.shape if layer[3] == "packed" else beta.flatten(-2).shape
+        output = mixed_qkv.new_empty((*heads, V))
     ops = torch.ops.gdntune
     gdn = settings[0] == "gdn_decode"
     op = ops.gated_delta_rule_layer_decode if gdn else ops.kda_layer_decode

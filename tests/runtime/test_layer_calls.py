@@ -1,5 +1,7 @@
 """A layer's public functions: right against fp64, remembered, and clear about what they refuse."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -312,6 +314,123 @@ def test_a_plan(name):
         assert torch.equal(once.output[:2], want)
 
 
+BESIDE = {
+    "step": Contract(**BASE, conv="silu", conv_input="interleaved"),
+    "no norm, ragged": Contract(
+        K=64, V=32, conv="silu", conv_input="interleaved", tokens=4, ragged=True
+    ),
+    "drafts": Contract(
+        **BASE,
+        conv="silu",
+        conv_input="interleaved",
+        tokens=3,
+        intermediate="slots",
+        accepted=True,
+        mode="frozen",
+        conv_window="shifted",
+    ),
+}
+
+
+def heads_of(case):
+    """A case's a and b as views [B, T, H, HV/H] of in_proj_ba's rows."""
+    H, r = case.q.shape[2], case.v.shape[2] // case.q.shape[2]
+    return {
+        x.data_ptr(): x.as_strided((*x.shape[:2], H, r), (*x.stride()[:2], 2 * r, 1))
+        for x in (case.a, case.b)
+    }
+
+
+def beside(contract, **options):
+    """A case of two q/k heads with three value heads each, side by side."""
+    if contract.ragged:
+        options |= {"lengths": [4, 0, 2], "tail_rows": 2}
+    return make_case(Problem(contract, 3, 2, 6), "cpu", 0, padding=0.4, **options)
+
+
+def called_beside(case, **changes):
+    """`called` with a case's rows as projections leave them."""
+    views = heads_of(case)
+    split = dataclasses.replace(
+        case, a=views[case.a.data_ptr()], b=views[case.b.data_ptr()], output_gate=None
+    )
+    return called(split, case.mixed_qkv, **{"conv_input": "interleaved", **changes})
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_rows_with_heads_side_by_side(name):
+    """The rows of Qwen3-Next's projections without a copy, on the first call and on one that is
+    remembered; one token's as [B, ...] too, and by a plan.
+    """
+    case = beside(BESIDE[name])
+    truth = Truth(case)
+    for call in range(2):
+        once = truth.before.clone()
+        assert called_beside(once) is not None, call
+        truth.judge(once).require()
+    once = truth.before.clone()
+    plan = gdntune.plan(Problem(case.contract, 3, 2, 6), "cpu", norm_eps=case.norm_eps)
+    names = ("A_log", "dt_bias", "cu_seqlens", "norm_weight", *CONV)
+    kept = {x: getattr(once, x) for x in names}
+    kept |= {"initial_state_indices": once.read_index, "slot_indices": once.slot_index}
+    kept |= {"output_state_indices": once.write_index, "num_accepted_tokens": once.accepted}
+    views = heads_of(once)
+    for _ in range(2):
+        plan(
+            once.mixed_qkv, views[once.a.data_ptr()], views[once.b.data_ptr()],
+            initial_state=once.state, output=once.output, **kept,
+        )  # fmt: skip
+        truth.judge(once).require()
+        once.restore(truth.before)
+
+
+def test_one_token_of_heads_side_by_side():
+    """Rows [B, D] are those of one token."""
+    case = beside(BESIDE["step"])
+    truth = Truth(case)
+    flat = truth.before.clone()
+    views = heads_of(flat)
+    split = dataclasses.replace(
+        flat, a=views[flat.a.data_ptr()][:, 0], b=views[flat.b.data_ptr()][:, 0], output_gate=None
+    )
+    out = called(split, flat.mixed_qkv[:, 0], conv_input="interleaved", output=None)
+    assert out.shape == (3, 6, 32)
+    flat.output[:, 0] = out
+    truth.judge(flat).require()
+
+
+WRONG_HEADS = {
+    "layout": ({"conv_input": "packed by head"}, "conv_input='packed by head': expected one of"),
+    "gate": ({"output_gate": torch.ones(3, 1, 6, 32).bfloat16()}, "the gate is in mixed_qkv"),
+    "no convolution": (
+        dict.fromkeys(("conv_state", "conv_weight", "conv_position")),
+        "conv_input='interleaved' without conv_state",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_HEADS)
+def test_heads_side_by_side_are_refused(name):
+    """What does not go with rows of heads side by side says so."""
+    changes, said = WRONG_HEADS[name]
+    case = beside(BESIDE["step"])
+    with pytest.raises(UnsupportedProblem, match=said):
+        called_beside(case, **changes)
+
+
+def test_gates_that_are_no_views():
+    """a and b copied out of their rows have other strides, which kernels would read wrongly."""
+    case = beside(BESIDE["step"])
+    views = heads_of(case)
+    split = dataclasses.replace(
+        case, a=views[case.a.data_ptr()].clone(), b=views[case.b.data_ptr()], output_gate=None
+    )
+    with pytest.raises(UnsupportedProblem, match="a has strides .*expected 6 between q/k heads"):
+        called(split, case.mixed_qkv, conv_input="interleaved")
+    with pytest.raises(UnsupportedProblem, match=r"expected 2\*H\*K"):
+        called_beside(dataclasses.replace(case, mixed_qkv=case.mixed_qkv[..., :-8]))
+
+
 def test_the_operators_say_what_they_write():
     """State, output and windows, and nothing else: what torch.library checks of an operator."""
     case, mixed = made(CONTRACTS["convolution"])
@@ -322,7 +441,7 @@ def test_the_operators_say_what_they_write():
         case.conv_position,
     )  # fmt: skip
     settings = ("raw", True, False, "k_last", False, False, False, None, None, 1.0, 20.0, 0.0)
-    ends = (False, -1, True, "silu", 1e-6, "silu")
+    ends = (False, -1, True, "silu", 1e-6, "silu", "packed")
     torch.library.opcheck(
         torch.ops.gdntune.gated_delta_rule_layer_decode.default, (*given, *settings, *ends)
     )
