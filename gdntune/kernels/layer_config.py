@@ -289,7 +289,7 @@ def _measured(c: Contract, device: Device) -> list[Knobs]:
     """The settings above, for the sizes that they were measured with; none for others."""
     if (c.layout, c.K, c.V) != ("k_last", 128, 128) or c.norm == "none":
         return []
-    forms = _ONE if compiled_tokens(c) == 1 else _SEVERAL
+    forms: tuple[_Form, ...] = _ONE if compiled_tokens(c) == 1 else _SEVERAL
     if c.conv != "none" and c.conv_window != "ring" and c.op == "gdn_decode":
         forms = _ONE_SHIFTED if compiled_tokens(c) == 1 else _SEVERAL_SHIFTED
     found = [

@@ -81,9 +81,10 @@ def gated_delta_rule_layer_decode(
         oldest first, shifted in place as engines do. With ssm_state_indices it is width - 2 + T
         rows or more, as vLLM has them: it begins behind num_accepted_tokens - 1 of them, moves on
         by one row, and the drafts' rows stand behind it. On CUDA for HV of at most 8 H (KDA: H),
-        since one block or cluster has all readers of a q/k head's window, and for as many tokens
-        as a block's shared memory holds: 8 where K and V are 128. A channel's rows may be side by side, as vLLM's
-        dim-first pools have them: conv_state is [slots, D, rows].transpose(1, 2) then.
+        since one block or cluster has all readers of a q/k head's window, and for as many tokens as
+        a block's shared memory holds: 8 where K and V are 128. A channel's rows may be side by
+        side, as vLLM's dim-first pools have them: conv_state is [slots, D, rows].transpose(1, 2)
+        then.
     conv_input: "interleaved" takes rows as Qwen3-Next's projections leave them, q/k heads side by
         side, without a copy: mixed_qkv is in_proj_qkvz's [B, T, 2 H K + 2 HV V], of each q/k
         head [q | k | v | z] of its HV/H value heads, z being the output's gate (output_gate is
