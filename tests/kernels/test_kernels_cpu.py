@@ -109,9 +109,9 @@ PLAIN = Contract(state_dtype="fp32", input_dtype="fp32", gate_dtype="fp32", beta
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
+def store():
     """A store with the objects of CONTRACTS, compiled side by side."""
-    store = Store(tmp_path_factory.mktemp("objects"))
+    store = Store()
     wanted = [(object_spec(DECODE, c, v, DEVICE), DECODE.compiler) for c, v in CONTRACTS.values()]
     failed = [built.reason for built in compile_objects(wanted, store) if not built.ok]
     assert failed == []

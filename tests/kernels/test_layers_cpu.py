@@ -113,9 +113,9 @@ CONTRACTS = {c.key(): c for c in [*contracts(), *convolved(), PLAIN, CONV]}
 
 
 @pytest.fixture(scope="module")
-def functions(tmp_path_factory):
+def functions():
     """The compiled function of each contract, by the default rule."""
-    store = Store(tmp_path_factory.mktemp("objects"))
+    store = Store()
     specs = {}
     for key, c in CONTRACTS.items():
         variant = KERNEL.variant(KERNEL.default(c, 8, DEVICE))

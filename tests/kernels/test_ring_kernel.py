@@ -36,9 +36,9 @@ CONTRACTS = [
 
 
 @pytest.fixture(scope="module")
-def functions(tmp_path_factory):
+def functions():
     """The compiled function of each contract."""
-    store = Store(tmp_path_factory.mktemp("store"))
+    store = Store()
     specs = {}
     for c in CONTRACTS:
         variant = KERNEL.variant(KERNEL.default(c, 1, DEVICE))

@@ -94,7 +94,7 @@ def compile_ptx(kernel: str, facts: dict, knobs: dict, arch: str) -> str:
     compile = importlib.import_module(f"gdntune.kernels.{kernel}").compile
 
     with tempfile.TemporaryDirectory() as folder:
-        ptx = compile(
-            facts, knobs, options=f"--keep-ptx --dump-dir {folder}", prefix="kernel"
-        ).__ptx__
+        # what ptxas makes of it is not looked at
+        options = f"--keep-ptx --ptxas-options '-O0' --dump-dir {folder}"
+        ptx = compile(facts, knobs, options=options, prefix="kernel").__ptx__
     return ptx if isinstance(ptx, str) else ptx.decode()
