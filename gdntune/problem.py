@@ -269,6 +269,11 @@ def _conv_fault(c: Contract) -> str | None:
         return None
     if c.conv_input == "interleaved" and c.op != "gdn_decode":
         return f"conv_input='interleaved' with op={c.op}: expected 'packed', or op=gdn_decode"
+    if c.conv_input == "interleaved" and c.gate_dtype != c.beta_dtype:
+        return (
+            f"conv_input='interleaved' with gate_dtype={c.gate_dtype!r}, beta_dtype="
+            f"{c.beta_dtype!r}: a and b are one projection's rows, expected one dtype"
+        )
     if not 2 <= c.conv_width <= 4:
         return f"conv_width={c.conv_width}: expected 2 to 4"
     if c.intermediate not in ("none", "slots") or not c.pool:

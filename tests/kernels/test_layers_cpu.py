@@ -104,6 +104,7 @@ def convolved() -> list[Contract]:
             accepted=True,
             conv_window="shifted",
             gate_dtype="fp32",
+            beta_dtype="fp32",
         ),
     ]
 

@@ -138,6 +138,9 @@ def _plain(draw: dict[str, Any]) -> dict[str, Any]:
         draw.update({name: LAYER[name][0] for name in none})
     if draw["op_and_gate"][0] == "kda_decode" and "conv_input" in draw:
         draw["conv_input"] = "packed"
+    if draw.get("conv_input") == "interleaved":
+        # of one projection
+        draw["beta_dtype"] = draw["gate_dtype"]
     if draw.get("conv_window", "ring") != "ring" and draw["op_and_gate"][0] == "kda_decode":
         # a window that is shifted has one reader
         draw["group"] = 1
