@@ -82,6 +82,14 @@ def test_reference_is_of_the_code():
     assert (ROOT / "docs" / "reference.md").read_text() == page()
 
 
+def test_reference_has_every_variable_of_the_environment():
+    """Fault: three that the code reads stood on another page alone."""
+    from gdntune.cli.reference import ENVIRONMENT
+
+    code = "".join(p.read_text() for p in (ROOT / "gdntune").rglob("*.py"))
+    assert set(re.findall(r"GDNTUNE_[A-Z_]+", code)) == {n for n in ENVIRONMENT if n != "CXX"}
+
+
 def commands_of(page):
     """Each gdntune command of a page's shell blocks, without its comment."""
     text = "".join(blocks(page, "sh")).replace("\\\n", " ")
