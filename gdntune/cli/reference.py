@@ -18,9 +18,9 @@ Generated: `python -m gdntune.cli.reference > docs/reference.md`.
 
 ENVIRONMENT = {
     "GDNTUNE_TABLE": "a table's file that the runtime uses instead of installed and shipped ones",
-    "GDNTUNE_BUNDLE": "folders of compiled objects to load, separated by `:`, so that nothing is compiled",
+    "GDNTUNE_BUNDLE": "folders of compiled objects, separated by `:`, so that nothing is compiled",
     "GDNTUNE_CACHE_DIR": "where compiled objects are kept; by default the user's cache folder",
-    "GDNTUNE_CHECK": "1: calls check indices, counts and duplicates on the host, which synchronises",
+    "GDNTUNE_CHECK": "1: calls check indices and counts on the host, which synchronises",
     "GDNTUNE_LOG": "debug, info, warning or error: gdntune's log goes to stderr from that level",
     "GDNTUNE_VLLM": "1: vLLM's layers decode by gdntune, by its plug-in",
     "GDNTUNE_SGLANG": "1: SGLang's dispatchers decode by gdntune, by its plug-in",
