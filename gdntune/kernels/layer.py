@@ -118,7 +118,7 @@ class Layer(layer_rows.Rows):
         self.joined = self.shifted and self.cluster * self.group > 1
         # Loads come back in order, so that the window's, which are few, go first and are convolved while the state's are on their way:
         # 2 us of 54 at T=4 and B=16. At T=1 and B=64 rows that are copied lost 0.9 us of 75 by it.
-        self.state_first = self.copied and not self.loop and not knobs["window"]
+        self.state_first = self.copied and not self.loop
         self.norm_rows = -(-self.tokens * self.share // self.warps)
         # channels that a block convolves; those of a load, and loads of them that a thread makes
         self.channels = 2 * self.K + self.tile_v
@@ -665,21 +665,27 @@ class Layer(layer_rows.Rows):
         lane, group = self.thread(tid)
         mine, own_heads, scalars, hl = Int32(self.channels), Int32(1), None, hv
         if const_expr(self.share > 1 or self.group > 1):
-            # as many heads to each block of a group: the last ones may have none, and name the first one's
-            blocks, most = Int32(self.group), (ratio + self.group - 1) // self.group
-            if const_expr(not self.shifted):
-                blocks, most = (ratio + self.share - 1) // self.share, Int32(self.share)
-            hq = hv // blocks
-            shares = hv % blocks * most
-            own_heads = cutlass.min(cutlass.max(ratio - shares, 0), most)
-            hv = hq * ratio + cutlass.select_(own_heads > 0, shares, Int32(0))
+            if const_expr(self.shifted):
+                # as many heads to each block of a group: the last ones may have none, and name the first one's
+                most = (ratio + self.group - 1) // self.group
+                hq = hv // self.group
+                shares = hv % self.group * most
+                own_heads = cutlass.min(cutlass.max(ratio - shares, 0), most)
+                hv = hq * ratio + cutlass.select_(own_heads > 0, shares, Int32(0))
+            else:
+                blocks = (ratio + self.share - 1) // self.share
+                hq = hv // blocks
+                shares = hv % blocks * self.share
+                hv = hq * ratio + shares
+                own_heads = cutlass.min(ratio - shares, self.share)
             hl = hv
             if const_expr(self.share > 1):
                 layout = cute.make_layout((self.tokens, self.share, 2), stride=(2 * self.share, 2, 1))
                 scalars = smem.allocate_tensor(F32, layout, 16)
                 mine = 2 * self.K + own_heads * self.V
                 # the head whose gate a lane asks for
-                hl = hv + cutlass.min(tid % 32, cutlass.max(own_heads - 1, 0))
+                last = cutlass.max(own_heads - 1, 0) if const_expr(self.shifted) else own_heads - 1
+                hl = hv + cutlass.min(tid % 32, last)
         else:
             hq, shares = divmod(hv, heads)
         part = lane % self.lanes // self.alike
@@ -700,6 +706,9 @@ class Layer(layer_rows.Rows):
             write_slot = write_index[n] if const_expr(self.pool and self.update) else slot
         else:
             slot, write_slot = self.slots_of(n, read_index, write_index, slot_index, accepted, columns)
+        if const_expr(self.beyond):
+            later, there = self.further(n)
+            later_slot, _ = self.slots_of(later, read_index, write_index, slot_index, accepted, columns)
         at = Int32(0)
         if const_expr(self.convolves):
             # no position reaches memory that is not the slot's
@@ -758,10 +767,11 @@ class Layer(layer_rows.Rows):
             if const_expr(self.convolves and not self.state_first):
                 window = self.read_window(conv, window_slot, held, at, taps)
                 cute.arch.sync_warp()
-            if const_expr(self.warm):
-                self.warm_slots(state, row_slots, columns, slots, block, tid)
-            rows_here = own_heads * self.V if const_expr(self.share > 1) else self.tile
-            coming = self.first_rows(source, smem, block.v0, rows_here, thread)
+            coming = self.first_rows(source, smem, block.v0, thread)
+            if const_expr(self.beyond):
+                if there:
+                    rows_there = own_heads * self.V if const_expr(self.share > 1) else self.tile
+                    self.fetch(state, later_slot, slots, block.hv, block.v0, rows_there, tid)
             if const_expr(self.convolves and self.state_first):
                 window = self.read_window(conv, window_slot, held, at, taps)
             if const_expr(self.early and self.per_k and not self.loop):

@@ -23,7 +23,9 @@ MOST = 8
 # nobody reads a window that another shifts.
 SHIFTED_HEADS = 8
 MANY_HEADS = 1 << 16
-STORES = ("plain", "first", "streamed")
+STORES = ("plain", "first")
+# Blocks further on: more than any GPU has at once are nobody's next.
+BEYOND = 4096
 # Shared memory of a block: what every GPU can give one.
 SHARED_BYTES = 99 << 10
 
@@ -51,21 +53,16 @@ class Knobs(recurrent_config.Knobs):
         "blocks, a cluster, that share a q/k head's value heads where its window is shifted",
         default=1,
     )
-    fetched: bool = knob(
-        "fe",
-        "L2 is asked for all further rows of a block at once (k_last, from sm_90 on)",
-        default=False,
-    )
-    window: bool = knob(
-        "wi", "copied, one token: the window is asked for before the state", default=False
-    )
     stores: str = knob(
         "st",
-        "what L2 is told of the state's stores: plain, first (evicted first), streamed (k_last)",
+        "what L2 is told of the state's stores: plain, or first, that they are evicted first (k_last)",
         default="plain",
     )
-    warm: bool = knob(
-        "wa", "row: slots are touched before their states are there to be stored", default=False
+    beyond: int = knob(
+        "by",
+        "L2 is asked for the state of the block so many further on, of whole requests; 0: not"
+        " (k_last, from sm_90 on)",
+        default=0,
     )
 
 
@@ -175,13 +172,11 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return f"stores={s.stores!r}: expected one of {listed(STORES)}"
     if s.stores != "plain" and (c.layout != "k_last" or s.vec * ITEMSIZE[c.state_dtype] != 16):
         return f"stores={s.stores!r}: expected plain but for k_last and stores of 16 bytes"
-    if s.warm and not s.row:
-        return "warm=True: expected row=True, a request's slots read at once"
-    if s.window and (not s.copied or c.tokens > 1 or c.conv == "none"):
-        return "window=True: expected copied=True and a convolution of one token"
+    if not 0 <= s.beyond <= BEYOND:
+        return f"beyond={s.beyond}: expected 0 to {BEYOND}"
+    if s.beyond and (c.layout != "k_last" or s.heads):
+        return f"beyond={s.beyond}: expected 0 but for k_last without heads=True"
     chunks = s.tile_v // chunk_rows(c, s)
-    if s.fetched and (c.layout != "k_last" or chunks * s.share <= s.ahead):
-        return f"fetched=True: expected k_last and more than ahead={s.ahead} chunks of rows"
     if s.ahead not in (1, 2, 4) or chunks % s.ahead or (s.ahead > 1 and not s.early):
         return (
             f"ahead={s.ahead} of {chunks} chunks of rows: expected 1, or with early=True one of 2, 4"
@@ -238,50 +233,60 @@ class _Form(NamedTuple):
     copied: bool = False
     registers: int = 0
     group: int = 1
+    stores: str = "plain"
+    beyond: int = 0
 
 
 # What won somewhere, or was within 1% of it, on an H200 with H=16, HV=64, K=V=128, bf16 and fp32
-# states, B=1, 4, 16, 64, in a chain, with and without dependent launch: of one token, of several.
-# Left out, though legal: rows that are not spread, 8 or 32 lanes, four heads a block, more chunks on
-# their way in registers.
+# states, B=1 to 256, in a chain, with and without dependent launch: of one token, of several, of
+# windows that are shifted. Left out, though legal: rows that are not spread, 8 or 32 lanes, four
+# heads a block of a ring, more chunks on their way in registers. `beyond` was not measured yet.
 _ONE = (
     _Form(256, 4),
+    _Form(256, 4, stores="first"),
     _Form(256, 4, 64),
     _Form(128, 8, 64),
+    _Form(128, 8, 64, stores="first"),
     _Form(128, 4, share=2),
+    _Form(128, 4, share=2, stores="first"),
     _Form(128, 4, ahead=2, copied=True, registers=80),
+    _Form(128, 4, ahead=2, copied=True, registers=80, stores="first"),
+    _Form(128, 4, ahead=2, copied=True, registers=80, beyond=512),
     _Form(128, 8, ahead=2, copied=True),
+    _Form(128, 8, ahead=2, copied=True, beyond=512),
     _Form(128, 2, ahead=4, copied=True, registers=64),
 )
 _SEVERAL = (
-    _Form(128, 4),
     _Form(256, 4),
     _Form(256, 4, 64),
+    _Form(256, 4, 64, stores="first"),
     _Form(256, 4, 64, registers=64),
     _Form(128, 8, 64),
+    _Form(128, 8, 64, stores="first"),
+    _Form(128, 8, 64, beyond=512),
     _Form(128, 8, 64, registers=96),
     _Form(128, 8, ahead=2, copied=True),
+    _Form(128, 8, ahead=2, copied=True, stores="first"),
 )
-# Of GDN's windows that are shifted: of 8 value heads, the most of a q/k head, a block has one, two
-# or four. Not measured yet.
 _ONE_SHIFTED = (
-    _Form(256, 4, group=8),
-    _Form(128, 4, group=8),
-    _Form(128, 8, ahead=2, copied=True, group=8),
     _Form(256, 4, share=2, group=4),
+    _Form(256, 4, share=2, group=4, stores="first"),
     _Form(128, 4, share=2, group=4),
-    _Form(128, 4, ahead=2, copied=True, registers=80, share=2, group=4),
     _Form(128, 8, ahead=2, copied=True, share=2, group=4),
     _Form(128, 4, share=4, group=2),
-    _Form(128, 4, ahead=2, copied=True, registers=80, share=SHIFTED_HEADS),
+    _Form(256, 4, share=SHIFTED_HEADS),
+    _Form(128, 4, share=SHIFTED_HEADS),
+    _Form(128, 4, share=SHIFTED_HEADS, beyond=128),
+    _Form(128, 8, ahead=2, copied=True, share=SHIFTED_HEADS),
 )
 _SEVERAL_SHIFTED = (
-    _Form(256, 4, group=8),
-    _Form(128, 8, group=8),
     _Form(256, 4, share=2, group=4),
     _Form(128, 4, share=2, group=4),
     _Form(128, 8, ahead=2, copied=True, share=2, group=4),
+    _Form(128, 8, ahead=2, copied=True, share=4, group=2),
     _Form(256, 4, share=SHIFTED_HEADS),
+    _Form(256, 4, share=SHIFTED_HEADS, stores="first"),
+    _Form(128, 8, ahead=2, copied=True, share=SHIFTED_HEADS),
 )
 
 
@@ -296,10 +301,11 @@ def _measured(c: Contract, device: Device) -> list[Knobs]:
         Knobs(
             f.tile_v or c.V, f.ilp, 16 // ITEMSIZE[c.state_dtype], 16, f.threads, early=True,
             spread=True, registers=f.registers, ahead=f.ahead, copied=f.copied,
-            share=f.share, group=f.group, row=c.intermediate == "slots",
+            share=f.share, group=f.group, stores=f.stores, beyond=f.beyond,
+            row=c.intermediate == "slots",
         )
         for f in forms
-        if _has_clusters(device) or not (f.tile_v or f.group > 1)
+        if _has_clusters(device) or not (f.tile_v or f.group > 1 or f.beyond)
     ]  # fmt: skip
     return [s for s in dict.fromkeys(found) if not refuse(c, s)]
 
@@ -363,12 +369,14 @@ def _target(c: Contract, heads: float) -> _Target:
     for each SM.
     """
     if most_heads(c) == SHIFTED_HEADS:
-        # one of a ring's blocks a head, and no tiles of V: those would be a second cluster
-        if heads < 1:
-            return _Target(c.V, 256, 32, 1, group=8)
         several = compiled_tokens(c) > 1
-        copied = heads >= 16 or (several and heads >= 4)
-        return _Target(c.V, 128, 64 if several else 32, 2, copied, group=4)
+        if heads < 4:
+            return _Target(c.V, 256 if heads < 1 else 128, 32, 2, group=4)
+        if heads < 16:
+            return _Target(c.V, 256, 32, SHIFTED_HEADS)
+        if several:
+            return _Target(c.V, 128, 64, 2, True, group=4)
+        return _Target(c.V, 128, 64, SHIFTED_HEADS, True)
     if c.norm != "none" and heads < 1:
         return _Target(c.V // 2, 256, 32)
     if compiled_tokens(c) > 1:
@@ -395,6 +403,7 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
     def distance(s: Knobs) -> tuple[Any, ...]:
         return (
             s.pdl != "none",
+            s.stores != "plain" or s.beyond > 0,
             c.intermediate == "slots" and not s.row,
             abs(math.log2(s.tile_v / target.tile_v)),
             abs(math.log2(s.group / target.group)),

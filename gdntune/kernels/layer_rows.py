@@ -2,7 +2,8 @@
 
 In registers, where 128 rows of a head leave room for three to five blocks a multiprocessor, which keep 40 to 48 KB in flight. Or, with
 `copied`, in shared memory by cp.async: a thread copies what it will read itself, so that nothing waits for another thread, and
-registers hold one chunk alone. With `fetched` one thread asks L2 for all that comes behind, which takes neither.
+registers hold one chunk alone. With `beyond` a thread asks L2 for what a block so many further on will read, when that one has not
+started yet.
 """
 
 from typing import Any
@@ -36,13 +37,13 @@ class Rows(recurrent.Recurrent):
     def __init__(self, facts: dict, knobs: dict[str, Any]):
         super().__init__(facts, knobs)
         self.ahead, self.copied = knobs["ahead"], knobs["copied"]
-        self.fetched, self.stores, self.warm = knobs["fetched"], knobs["stores"], knobs["warm"]
+        self.stores, self.beyond = knobs["stores"], knobs["beyond"]
         # Chunks that a turn of the loop takes: registers have no index, so that each chunk on its way is written out.
         self.turn = 1 if self.copied else self.ahead
 
     @cute.jit
-    def first_rows(self, source, smem, v0, rows, thread):
-        """Asks for the first chunks of a block's rows, which are so many from v0 on; gives where they will be."""
+    def first_rows(self, source, smem, v0, thread):
+        """Asks for the first chunks of rows from v0 on; gives where they will be."""
         coming = None
         if const_expr(self.copied):
             coming = self.places(smem)
@@ -55,29 +56,28 @@ class Rows(recurrent.Recurrent):
                 for j in cutlass.range_constexpr(self.ahead):
                     row0 = v0 + j * self.chunk + thread.group * self.RV
                     self.copy_rows(source, coming[j, None, None], row0, thread.lane, False)
-        if const_expr(self.fetched):
-            self.fetch(source, v0 + self.ahead * self.chunk, rows - self.ahead * self.chunk, thread)
         return coming
 
-    @cute.jit
-    def fetch(self, source, row0, rows, thread):
-        """Asks L2 for rows that no register and no shared memory has room for yet; one thread, one instruction."""
-        if thread.tid == 0:
-            size = rows * (self.K * self.state_dtype.width // 8)
-            at = source[row0, None].iterator.toint()
-            _told("cp.async.bulk.prefetch.L2.global [$0], $1;", [Int64(at), Int32(size)], "l,r")
+    def further(self, n):
+        """The request of a block `beyond` further on, and whether there is one."""
+        _, places, requests = cute.arch.grid_dim()
+        then = n + cutlass.max(self.beyond // places, 1)
+        return cutlass.min(then, requests - 1), then < requests
 
     @cute.jit
-    def warm_slots(self, state, row_slots, columns, slots, block, tid):
-        """Touches where a request's states will go, so that their pages' addresses are known when the stores come."""
-        if block.hv % 4 == 0 and tid < columns and tid < 32:
-            if row_slots >= 0 and row_slots < slots:
-                at = state[Int64(row_slots), block.hv, block.v0, None].iterator.toint()
-                _told("prefetch.global.L2 [$0];", [Int64(at)], "l")
+    def fetch(self, state, slot, slots, hv, row0, rows, tid):
+        """Asks L2 for rows of a slot, if it is one, by one thread and one instruction."""
+        if tid == 0:
+            if slot >= 0 and slot < slots:
+                at = state[Int64(slot), hv, row0, None].iterator.toint()
+                size = rows * (self.K * self.state_dtype.width // 8)
+                _told("cp.async.bulk.prefetch.L2.global [$0], $1;", [Int64(at), Int32(size)], "l,r")
 
     @cute.jit
     def copy_rows(self, tile, raw, row0, lane, store: cutlass.Constexpr):
-        """As `recurrent` does; stores with what L2 is told of them."""
+        """As `recurrent` does, but that L2 may be told to evict first what is stored: nobody reads it before the next step. 1 to 4% at
+        batches whose states are about what L2 holds.
+        """
         if const_expr(not store or self.stores == "plain"):
             recurrent.Recurrent.copy_rows(self, tile, raw, row0, lane, store)
         else:
@@ -85,11 +85,8 @@ class Rows(recurrent.Recurrent):
                 for c in cutlass.range_constexpr(self.KC):
                     at = cute.local_tile(tile[row0 + i, None], (self.vec,), (c * self.shares + lane,)).iterator.toint()
                     words = cute.recast_tensor(cute.local_tile(raw[i, None], (self.vec,), (c,)), Int32)
-                    four = [Int64(at), words[0], words[1], words[2], words[3]]
-                    if const_expr(self.stores == "first"):
-                        _told("st.global.L2::cache_hint.v4.b32 [$0], {$1, $2, $3, $4}, $5;", [*four, Int64(EVICT_FIRST)], "l,r,r,r,r,l")
-                    else:
-                        _told("st.global.cs.v4.b32 [$0], {$1, $2, $3, $4};", four, "l,r,r,r,r")
+                    given = [Int64(at), words[0], words[1], words[2], words[3], Int64(EVICT_FIRST)]
+                    _told("st.global.L2::cache_hint.v4.b32 [$0], {$1, $2, $3, $4}, $5;", given, "l,r,r,r,r,l")
 
     @cute.jit
     def next_rows(self, source, coming, j: cutlass.Constexpr, row0, it, chunks, thread):

@@ -72,29 +72,20 @@ ROWS = [
     row(Contract(**STEP, **SLOTS), 2, tile_v=64, threads=256, ilp=4, row=True, registers=64),
     row(Contract(**STEP, **SLOTS), 1, ilp=4, threads=256, copied=True, ahead=2, row=True),
     row(Contract(**KDA), 1, ilp=4, threads=128, copied=True, ahead=2, pdl="first"),
-    # rows that L2 is asked for
-    row(Contract(**STEP), 3, ilp=4, share=2, fetched=True),
+    # what L2 is told and asked for: a later request's state, that of two heads, of a tile of V
+    row(Contract(**STEP), 2, ilp=4, threads=128, copied=True, ahead=2, stores="first", beyond=1),
+    row(Contract(**STEP), 3, ilp=4, share=2, beyond=1, pdl="state"),
     row(
         Contract(**STEP, **SLOTS),
         2,
-        ilp=4,
-        threads=128,
+        tile_v=64,
         row=True,
-        fetched=True,
         stores="first",
-        warm=True,
+        beyond=1,
+        pdl="first",
     ),
-    row(
-        Contract(**STEP),
-        2,
-        ilp=4,
-        threads=128,
-        stores="streamed",
-        copied=True,
-        ahead=2,
-        fetched=True,
-        window=True,
-    ),
+    row(Contract(**STEP, conv_window="shifted"), 3, ilp=4, share=8, group=1, beyond=1),
+    row(RAGGED, 3, LENGTHS, ilp=4, stores="first", beyond=1),
     # windows that are shifted in place, by a cluster of their readers: with idle blocks, of one head each, of two
     WINDOW,
     row(
