@@ -243,7 +243,6 @@ class _Form(NamedTuple):
 # heads a block of a ring, more chunks on their way in registers. `beyond` was not measured yet.
 _ONE = (
     _Form(256, 4),
-    _Form(256, 4, stores="first"),
     _Form(256, 4, 64),
     _Form(128, 8, 64),
     _Form(128, 8, 64, stores="first"),
@@ -251,7 +250,6 @@ _ONE = (
     _Form(128, 4, share=2, stores="first"),
     _Form(128, 4, ahead=2, copied=True, registers=80),
     _Form(128, 4, ahead=2, copied=True, registers=80, stores="first"),
-    _Form(128, 4, ahead=2, copied=True, registers=80, beyond=512),
     _Form(128, 8, ahead=2, copied=True),
     _Form(128, 8, ahead=2, copied=True, beyond=512),
     _Form(128, 2, ahead=4, copied=True, registers=64),
@@ -264,16 +262,13 @@ _SEVERAL = (
     _Form(128, 8, 64),
     _Form(128, 8, 64, stores="first"),
     _Form(128, 8, 64, beyond=512),
-    _Form(128, 8, 64, registers=96),
     _Form(128, 8, ahead=2, copied=True),
     _Form(128, 8, ahead=2, copied=True, stores="first"),
 )
 _ONE_SHIFTED = (
     _Form(256, 4, share=2, group=4),
-    _Form(256, 4, share=2, group=4, stores="first"),
     _Form(128, 4, share=2, group=4),
     _Form(128, 8, ahead=2, copied=True, share=2, group=4),
-    _Form(128, 4, share=4, group=2),
     _Form(256, 4, share=SHIFTED_HEADS),
     _Form(128, 4, share=SHIFTED_HEADS),
     _Form(128, 4, share=SHIFTED_HEADS, beyond=128),
@@ -283,7 +278,6 @@ _SEVERAL_SHIFTED = (
     _Form(256, 4, share=2, group=4),
     _Form(128, 4, share=2, group=4),
     _Form(128, 8, ahead=2, copied=True, share=2, group=4),
-    _Form(128, 8, ahead=2, copied=True, share=4, group=2),
     _Form(256, 4, share=SHIFTED_HEADS),
     _Form(256, 4, share=SHIFTED_HEADS, stores="first"),
     _Form(128, 8, ahead=2, copied=True, share=SHIFTED_HEADS),
