@@ -125,15 +125,16 @@ def launch_of(name, facts, knobs, target):
     ptxas says of it; to be run in a process of its own.
     """
     import importlib
-    import os
     import tempfile
 
-    from gdntune.objects.worker import resources
+    from gdntune.objects.worker import cute_options, resources
 
-    os.environ["CUTE_DSL_ARCH"] = target
+    arch = cute_options(target)
     compile = importlib.import_module(f"gdntune.kernels.{name}").compile
     with tempfile.TemporaryDirectory() as folder:
-        made = compile(facts, knobs, options=f"--keep-cubin --dump-dir {folder}", prefix="kernel")
+        made = compile(
+            facts, knobs, options=f"{arch} --keep-cubin --dump-dir {folder}", prefix="kernel"
+        )
         code, used = str(made.ir_module), resources(made.__cubin__)
     # the launch's struct: grid, block, dynamic shared memory, stream, ...
     launch = r"!llvm.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"

@@ -4,6 +4,8 @@ wide.
 
 import multiprocessing
 import re
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -115,6 +117,42 @@ def test_representative_objects_compile(store):
         assert built.ok, built.reason
         assert 0 < built.manifest.registers <= 255
         assert built.manifest.spill_bytes <= SPILL_LIMIT_BYTES
+
+
+FLUSH = """
+import hashlib, os, sys
+from gdntune import kernels
+from gdntune.objects.worker import cute_options
+
+ours = sys.argv[2:] == ["ours"]
+os.environ["CUTE_DSL_ARCH"] = "sm_90a"
+options = cute_options("sm_90a") if ours else ""
+from gdntune.kernels import stream
+
+(contract, variant), folder = kernels.flush(), sys.argv[1]
+facts = dict(kernels.get("stream").facts(contract))
+made = stream.compile(facts, variant.knobs, f"{options} --keep-cubin --dump-dir {folder}", "f")
+made.export_to_c(f"{folder}/f.o", function_name="f")
+both = made.__cubin__ + open(f"{folder}/f.o", "rb").read()
+print(made.engine is None, hashlib.sha256(both).hexdigest())
+"""
+
+
+def test_no_function_is_made_of_an_object(tmp_path):
+    """Fault: the DSL compiled each object's host code thrice, twice of it for a function that nobody
+    called. The bytes are those of the DSL's own way.
+    """
+    said = {
+        how: subprocess.run(
+            [sys.executable, "-c", FLUSH, str(tmp_path), how],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for how in ("theirs", "ours")
+    }
+    assert (said["theirs"][0], said["ours"][0]) == ("False", "True")
+    assert said["theirs"][1] == said["ours"][1]
 
 
 def test_spaces_are_large_and_legal():

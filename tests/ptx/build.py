@@ -17,6 +17,7 @@ from gdntune import kernels
 from gdntune.device import arch
 from gdntune.kernels.spec import Variant
 from gdntune.objects.store import ObjectSpec, object_spec
+from gdntune.objects.worker import cute_options
 from gdntune.problem import Contract
 
 from . import host
@@ -56,7 +57,7 @@ def compile_one(spec: ObjectSpec, compiler: str, root: Path) -> Compiled:
     """Compiles an object, unless it is there; to be run in a worker process."""
     if found := find(spec, root):
         return found
-    os.environ["CUTE_DSL_ARCH"] = spec.arch
+    arch = cute_options(spec.arch)
     module, function = compiler.split(":")
     compile = getattr(importlib.import_module(module), function)
     folder = _folder(spec, root)
@@ -65,7 +66,7 @@ def compile_one(spec: ObjectSpec, compiler: str, root: Path) -> Compiled:
         new = Path(temporary) / "new"
         new.mkdir()
         # what ptxas makes of it is not looked at
-        options = f"--keep-ptx --ptxas-options '-O0' --dump-dir {temporary}"
+        options = f"{arch} --keep-ptx --ptxas-options '-O0' --dump-dir {temporary}"
         compiled = compile(spec.facts, spec.knobs, options=options, prefix=spec.name)
         object_file = Path(temporary) / "kernel.o"
         compiled.export_to_c(str(object_file), function_name=spec.name)

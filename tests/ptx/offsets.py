@@ -87,14 +87,15 @@ def compile_ptx(kernel: str, facts: dict, knobs: dict, arch: str) -> str:
     read at import.
     """
     import importlib
-    import os
     import tempfile
 
-    os.environ["CUTE_DSL_ARCH"] = arch
+    from gdntune.objects.worker import cute_options
+
+    target = cute_options(arch)
     compile = importlib.import_module(f"gdntune.kernels.{kernel}").compile
 
     with tempfile.TemporaryDirectory() as folder:
         # what ptxas makes of it is not looked at
-        options = f"--keep-ptx --ptxas-options '-O0' --dump-dir {folder}"
+        options = f"{target} --keep-ptx --ptxas-options '-O0' --dump-dir {folder}"
         ptx = compile(facts, knobs, options=options, prefix="kernel").__ptx__
     return ptx if isinstance(ptx, str) else ptx.decode()
