@@ -23,12 +23,12 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from gdntune.kernels import decode, gates, rounding
+from gdntune.kernels import decode, gates, l2, rounding
 from gdntune.kernels import fragments as fr
 from gdntune.kernels.ring_call import Live, compiled
 from gdntune.kernels.wy_block import HIGHEST_ORDER, Span, WYBlock
-from gdntune.kernels.wy_block_gdn import CHUNK, RowStage
-from gdntune.kernels.wy_operands import Shape, allocate, matrix
+from gdntune.kernels.wy_block_gdn import CHUNK
+from gdntune.kernels.wy_operands import allocate, matrix
 
 F32, BF = Float32, BFloat16
 # of bf16, that hold a correction as it is kept
@@ -37,23 +37,8 @@ TERMS_KEPT = {"bf16": 1, "fp32": 2}
 TERMS = 2
 # elements of a matrix of eight rows, an operand's unit
 MATRIX = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyShape(Shape):
-    """Of the ring's keys as an operand: a row an entry, its terms one after the other."""
-
-    entries: int = 0
-
-    def row(self, term, which, t):
-        return term * self.entries + t
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyRows:
-    """The ring's keys in shared memory, [terms * entries, stride] bf16, where `RowStage` looks for them."""
-
-    x: Any
+# bytes that L2 fetches at once
+LINE = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,39 +98,34 @@ class Ring(WYBlock):
 
     def __init__(self, facts: dict, knobs: dict):
         super().__init__(facts, {**knobs, "pdl": "none", "matrices": False})
-        self.shared, self.late = knobs["shared"], knobs["late"]
+        self.shared, self.late, self.ahead = knobs["shared"], knobs["late"], knobs["prefetch"]
         self.ring, self.u_dtype = facts["ring"], decode.DTYPES[facts["ring_dtype"]]
         self.u_terms = TERMS_KEPT[facts["ring_dtype"]]
         # of F x where it is folded: with two, 32 entries in an fp32 state came to 1.09 of the tolerance
         self.fold_terms = TERMS + (self.state_dtype is not BF)
         self.at_random = facts["ring_rounding"] == "stochastic"
         s = self.shape
-        self.keys = KeyShape(
-            s.K, s.tokens, s.vec, s.terms, s.key_terms, s.threads, entries=self.ring
-        )
-        self.key_stage = RowStage(self, self.keys)
         # of 16 entries, which one product adds up
         self.slices = self.ring // 16
-        self.pieces = -(-self.ring * (s.K // CHUNK) // s.threads)
+        # eight entries that a warp has and products of its part of K; keys of a load of them
+        halves = 2 * self.slices
+        self.own_halves, self.key_parts = max(1, halves // s.warps), max(1, s.warps // halves)
+        self.steps = s.products // self.key_parts
+        self.run = 8 if s.vec == 8 and self.steps % 2 == 0 else 4
         # of 16 rows of V; of eight columns: a tile's k and its q, or both where tokens are few
         self.row_tiles, self.token_columns = self.octets // 2, 1 if s.packed else 2 * s.tiles
         # two accumulators where a warp's sums alone do not fill mma's latency
         self.chains = 2 if self.row_tiles * self.token_columns < 4 else 1
-        # matrices of F G, then of W and C W
-        self.ring_matrices = self.token_columns * self.slices * TERMS * 2
-        self.matrices = self.ring_matrices + self.token_columns * s.tiles * TERMS
+        # of W and C W
+        self.matrices = self.token_columns * s.tiles * TERMS
 
     def row_of(self, octet, g):
         """Rows side by side: a thread's corrections of an entry are one load."""
         return self.octets * g + octet
 
-    def ring_matrix(self, column, half, term: int):
-        """Where F G of a column of tokens and the entries 8 half to 8 half + 7 is."""
-        return ((column * self.slices + half // 2) * TERMS + term) * 2 + half % 2
-
     def solution_matrix(self, column, tile, term: int):
         """Where W or C W of a column of tokens and the corrections of a tile is."""
-        return self.ring_matrices + (column * self.shape.tiles + tile) * TERMS + term
+        return (column * self.shape.tiles + tile) * TERMS + term
 
     @cute.jit
     def gated_delta_rule_ring(
@@ -156,15 +136,19 @@ class Ring(WYBlock):
     ):  # fmt: skip
         HV = v.shape[2]
         heads = cute.FastDivmodDivisorV2(HV // q.shape[2])
+        tiles = self.V // self.tile_v
+        later = None
+        if const_expr(self.ahead > 0):
+            later = cutlass.max(self.ahead // (HV * tiles), 1)
         self.kernel(
             self.view(state, 1, None), self.view(q, 2), self.view(k, 2), self.view(v, 2), self.view(a, 2), self.view(b, 2), A_log, dt_bias,
             self.view(read_index, 1), self.view(write_index, 1), self.view(output, 2),
             scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm,
             self.view(ring_k, 3, None), self.view(ring_u, 3, None), self.view(ring_decay, 3, None),
             self.view(ring_base, 1), self.view(ring_count, 1), flush_min, append,
-            heads, state.shape[0], q.shape[1], ring_u.shape[2], ring_seed,
+            heads, state.shape[0], q.shape[1], ring_u.shape[2], ring_seed, later,
         ).launch(
-            grid=(self.V // self.tile_v, HV, output.shape[0]), block=(self.threads, 1, 1), stream=stream,
+            grid=(tiles, HV, output.shape[0]), block=(self.threads, 1, 1), stream=stream,
             min_blocks_per_mp=self.resident, preferred_smem_carveout=100 if self.resident or self.shared else None,
         )  # fmt: skip
 
@@ -183,34 +167,111 @@ class Ring(WYBlock):
                 )
         return x
 
-    @cute.jit
-    def load_keys(self, k, live, tid):
-        """Issues the loads of the ring's keys; zeros where there is no entry."""
-        chunks = const_expr(self.K // CHUNK)
-        x = cute.make_rmem_tensor((self.pieces * CHUNK,), k.element_type)
-        x.fill(0)
-        for m in cutlass.range_constexpr(self.pieces):
-            at = m * self.threads + tid
-            if at // chunks < live.count:
-                source = k[live.place(at // chunks), None]
-                cute.autovec_copy(
-                    cute.local_tile(source, (CHUNK,), (at % chunks,)),
-                    cute.local_tile(x, (CHUNK,), (m,)),
-                )
-        return x
+    def half_of(self, th, i: int):
+        """The i-th eight entries of a warp's."""
+        return i * self.shape.warps + th.warp % (2 * self.slices)
+
+    def step_of(self, th, step: int):
+        """A product of the warp's part of K, among all."""
+        return th.warp // (2 * self.slices) * self.steps + step
 
     @cute.jit
-    def fill_keys(self, x, keys, tid):
-        """The ring's keys to shared memory."""
-        chunks = const_expr(self.K // CHUNK)
-        for m in cutlass.range_constexpr(self.pieces):
-            at = m * self.threads + tid
-            rx = cute.make_tensor(x.iterator + m * CHUNK, cute.make_layout((CHUNK,)))
-            if const_expr(self.ring * chunks % self.threads == 0):
-                self.key_stage.store(rx, fr.wide(rx, CHUNK), 0, at // chunks, at % chunks, keys)
-            else:
-                if at < self.ring * chunks:
-                    self.key_stage.store(rx, fr.wide(rx, CHUNK), 0, at // chunks, at % chunks, keys)
+    def load_keys(self, k, live, th):
+        """Issues the loads of a warp's part of the ring's keys, as B has them: of each eight entries the steps' words side by side."""
+        x = cute.make_rmem_tensor((self.own_halves * self.steps * 4,), k.element_type)
+        x.fill(0)
+        for n in cutlass.range_constexpr(self.own_halves):
+            i = 8 * self.half_of(th, n) + th.g
+            if i < live.count:
+                row = k[live.place(i), None]
+                for step in cutlass.range_constexpr(0, self.steps, self.run // 4):
+                    at = self.step_of(th, step)
+                    # in units of a load
+                    if const_expr(self.run < self.shape.vec):
+                        at = (4 * (at // 2) + th.c) * 2 + at % 2
+                    else:
+                        at = 4 * (at // (self.run // 4)) + th.c
+                    to = cute.local_tile(x, (self.run,), ((n * self.steps + step) * 4 // self.run,))
+                    cute.autovec_copy(cute.local_tile(row, (self.run,), (at,)), to)
+        return x
+
+    def key_words(self, x):
+        """The same in bf16, a term each."""
+        if self.shape.terms == 1:
+            return [x]
+        count = self.own_halves * self.steps * 4
+        found = [fr.registers(count, BF) for _ in range(self.shape.terms)]
+        for at in range(0, count, 2):
+            both = fr.wide(fr.pair(x, at), 2)
+            for term in found:
+                cute.autovec_copy(fr.split(both), fr.pair(term, at))
+        return found
+
+    def correlate(self, o, words, parts, th) -> None:
+        """A warp's part of G to `parts` [key_parts, halves, pieces, 32, .]: sums over its part of K."""
+        s = self.shape
+        sums = fr.registers(self.own_halves * s.tiles * 4, F32, 0.0)
+        for step in range(self.steps):
+            for a in range(s.fragments):
+                A = fr.registers(8, BF)
+                fr.read_matrices(o.x, s.place_a(th, a) + 16 * self.step_of(th, step), A)
+                for n in range(self.own_halves):
+                    acc = fr.accumulator(sums, (n * s.tiles + s.tile(a)) * 4)
+                    for term in words:
+                        b = fr.operand_b(term, (n * self.steps + step) * 4)
+                        fr.mma(acc, fr.operand_a(A), b)
+        part = th.warp // (2 * self.slices)
+        for n in range(self.own_halves):
+            for tile in range(s.tiles):
+                own = cute.make_tensor(
+                    sums.iterator + (n * s.tiles + tile) * 4, cute.make_layout((4,))
+                )
+                if s.packed:
+                    # rows g + 8 are the second term's, or zeros
+                    both = fr.registers(2)
+                    for e in range(2):
+                        both[e] = own[e] + own[2 + e]
+                    own = both
+                cute.autovec_copy(own, parts[part, self.half_of(th, n), tile, th.lane, None])
+
+    def parts_layout(self):
+        """Of the warps' parts of G."""
+        s = self.shape
+        sizes = (self.key_parts, 2 * self.slices, s.tiles, 32, 2 if s.packed else 4)
+        return cute.make_ordered_layout(sizes, (4, 3, 2, 1, 0))
+
+    @cute.jit
+    def keep_keys(self, words: cutlass.Constexpr, keys, th):
+        """A warp's part of the ring's keys to shared memory, for a fold."""
+        for term in cutlass.range_constexpr(self.shape.terms):
+            for n in cutlass.range_constexpr(self.own_halves):
+                row = keys[term * self.ring + 8 * self.half_of(th, n) + th.g, None]
+                for i in cutlass.range_constexpr(2 * self.steps):
+                    word = fr.pair(words[term], (n * self.steps * 2 + i) * 2)
+                    at = 4 * (2 * self.step_of(th, 0) + i) + th.c
+                    cute.autovec_copy(word, cute.local_tile(row, (2,), (at,)))
+
+    def correlations(self, parts, after, th):
+        """F G as B's registers of each column of tokens, of what the warps added up."""
+        s = self.shape
+        found = [fr.registers(2 * self.slices * TERMS * 2, BF) for _ in range(self.token_columns)]
+        for half in range(2 * self.slices):
+            factors = [fr.at_lane(after, 8 * half + 2 * th.c + e) for e in range(2)]
+            for tile in range(s.tiles):
+                sums = fr.registers(2 if s.packed else 4)
+                cute.autovec_copy(parts[0, half, tile, th.lane, None], sums)
+                for part in range(1, self.key_parts):
+                    more = fr.registers(2 if s.packed else 4)
+                    cute.autovec_copy(parts[part, half, tile, th.lane, None], more)
+                    sums.store(sums.load() + more.load())
+                for which in range(1 if s.packed else 2):
+                    both = fr.registers(2)
+                    for e in range(2):
+                        both[e] = sums[2 * which + e] * factors[e]
+                    for term in range(TERMS):
+                        to = ((half // 2 * TERMS + term) * 2 + half % 2) * 2
+                        cute.autovec_copy(fr.split(both), fr.pair(found[2 * tile + which], to))
+        return found
 
     @cute.jit
     def load_decay(self, decay, live, lane):
@@ -255,21 +316,31 @@ class Ring(WYBlock):
 
     @cute.jit
     def ask_state(self, tile, row0, th, own):
-        """Issues the loads of a warp's rows: to registers, or to `own`, a thread's shared memory [chunks, vec]; returns which."""
+        """Issues the loads of a warp's rows: to registers, or to `own`, the warp's shared memory [rows * chunks, vec]; returns which.
+
+        Shared memory is not a thread's own: a copy then has whole lines of 128 bytes, where loads to registers have halves.
+        """
         x = own
         if const_expr(self.shared):
             mode = cpasync.LoadCacheMode.GLOBAL
             atom = cute.make_copy_atom(
                 cpasync.CopyG2SOp(cache_mode=mode), self.state_dtype, num_bits_per_copy=128
             )
-            for source, at, n in self.runs(tile, row0, th):
-                cute.copy_atom_call(atom, source, own[at // n, None])
+            chunks = const_expr(self.K // self.shape.vec)
+            for i in cutlass.range_constexpr(self.rows * chunks // 32):
+                row, chunk = (32 * i + th.lane) // chunks, (32 * i + th.lane) % chunks
+                source = cute.local_tile(tile[row0 + row, None], (self.shape.vec,), (chunk,))
+                cute.copy_atom_call(atom, source, own[self.chunk_place(row, chunk), None])
             cute.arch.cp_async_commit_group()
         else:
             x = self.load_state(tile, row0, th)
         return x
 
-    def part(self, state, element: int, last: Held | None) -> Held:
+    def chunk_place(self, row, chunk):
+        """Where 16 bytes of a row are: lanes of neighbouring g, which read them together, meet other banks."""
+        return row * (self.K // self.shape.vec) + (chunk ^ (row // self.octets % 2 * 4))
+
+    def part(self, state, element: int, last: Held | None, th) -> Held:
         """What has an element of each row's share: all of it, or the run that it begins."""
         if not self.shared:
             return last or Held(state, 0, self.share)
@@ -279,7 +350,8 @@ class Ring(WYBlock):
         x = fr.registers(self.octets * vec, self.state_dtype)
         for j in range(self.octets):
             run = cute.make_tensor(x.iterator + j * vec, cute.make_layout((vec,)))
-            cute.autovec_copy(state[(j * self.share + element) // vec, None], run)
+            at = self.chunk_place(self.row_of(j, th.g), element // vec * 4 + th.c)
+            cute.autovec_copy(state[at, None], run)
         return Held(x, element, vec)
 
     def state_as_a(self, held: Held, m: int, x: int):
@@ -315,7 +387,7 @@ class Ring(WYBlock):
                 cute.arch.sync_warp()
             states = []
             for x in range(first, first + step):
-                held = self.part(state, 4 * x, held)
+                held = self.part(state, 4 * x, held, th)
                 states.append([self.state_as_a(held, m, x) for m in range(self.row_tiles)])
             for pair in range(0, blocks, 2):
                 words = fr.registers(8, BF)
@@ -334,78 +406,63 @@ class Ring(WYBlock):
         return fr.accumulator(p, ((chain * self.token_columns + column) * self.row_tiles + m) * 4)
 
     @cute.jit
-    def correlate(self, o, keys, after, matrices, th):
-        """F G to `matrices`: a warp has eight entries at a time, and all tokens."""
-        halves = const_expr(2 * self.slices)
-        for at in cutlass.range_constexpr(-(-halves // self.shape.warps)):
-            half = at * self.shape.warps + th.warp
-            if half < halves:
-                self.correlate_half(o, keys, after, matrices, half, th)
-
-    def correlate_half(self, o, keys, after, matrices, half, th) -> None:
-        """F G of the entries 8 half to 8 half + 7."""
-        s = self.shape
-        sums = fr.registers(s.tiles * 2 * 4, F32, 0.0)
-        bases = [s.place_a(th, a) for a in range(s.fragments)]
-        place = (8 * half + th.lane % 8) * s.stride + th.lane // 8 * 8
-        for first in range(0, s.products, 2):
-            entries = [fr.registers(8, BF) for _ in range(s.terms)]
-            for term in range(s.terms):
-                fr.read_matrices(
-                    keys.x, place + term * self.ring * s.stride + 16 * first, entries[term]
-                )
-            for i in range(2):
-                for a in range(s.fragments):
-                    A = fr.registers(8, BF)
-                    fr.read_matrices(o.x, bases[a] + 16 * (first + i), A)
-                    acc = fr.accumulator(sums, (s.tile(a) * 2 + i) * 4)
-                    for term in range(s.terms):
-                        fr.mma(acc, fr.operand_a(A), fr.operand_b(entries[term], 4 * i))
-        factors = [fr.at_lane(after, 8 * half + 2 * th.c + e) for e in range(2)]
-        for tile in range(s.tiles):
-            y = [sums[8 * tile + e] + sums[8 * tile + 4 + e] for e in range(4)]
-            if s.packed:
-                # rows g + 8 are the second term's, or zeros
-                y = [y[e] + y[2 + e] for e in range(2)]
-            for which in range(len(y) // 2):
-                both = fr.registers(2)
-                for e in range(2):
-                    both[e] = y[2 * which + e] * factors[e]
-                for term in range(TERMS):
-                    to = self.ring_matrix(2 * tile + which, half, term) * (MATRIX // 2) + th.lane
-                    cute.autovec_copy(fr.split(both), cute.local_tile(matrices, (2,), (to,)))
-
-    @cute.jit
-    def solve_all(self, o, matrices, th):
-        """W - I and C W to `matrices`, by the last warp: a lane has a column, what a correction of 1 at a token does to all others."""
-        N, width = const_expr(self.shape.N), const_expr(max(self.shape.N, 8))
+    def prepare(self, o, matrices, th, decay, beta, scale: Float32, use_qk_l2norm: Int32):
+        """By the last warp, with token t's decay and beta in lane t: factors, Gram matrices, then W - I and C W to `matrices`. The other
+        warps wait for it, so that it has no branch: mma's latency hides the factors.
+        """
         if th.warp == self.shape.warps - 1:
-            j = th.lane % width
+            N = const_expr(self.shape.N)
+            upto = decay
+            for i in cutlass.range_constexpr(N.bit_length() - 1):
+                x = fr.at_lane(upto, cutlass.max(th.lane - (1 << i), 0))
+                upto = cutlass.select_(th.lane >= (1 << i), upto * x, upto)
+            t = cutlass.min(th.lane, self.tokens - 1)
+            norms = use_qk_l2norm != 0
+            ik = cute.math.rsqrt(o.squares[0, t] + F32(decode.EPSILON), fastmath=True)
+            iq = cute.math.rsqrt(o.squares[1, t] + F32(decode.EPSILON), fastmath=True) * scale
+            ik = cutlass.select_(norms, ik, F32(1.0))
+            values = cute.make_rmem_tensor((4,), F32)
+            values[0] = beta * ik
+            values[1] = beta * ik * ik
+            values[2] = cutlass.select_(norms, iq, scale)
+            values[3] = upto
+            self.stage.gram(o, th, decay)
+            if th.lane < N:
+                cute.autovec_copy(values, o.factors[th.lane, None])
             cute.arch.sync_warp()
-            w = cute.make_rmem_tensor((N,), F32)
-            line = cute.make_rmem_tensor((N,), F32)
-            factors = cute.make_rmem_tensor((4,), F32)
-            for t in cutlass.range_constexpr(self.tokens):
-                cute.autovec_copy(o.factors[t, None], factors)
-                x = F32(0.0)
-                cute.autovec_copy(o.gram[0, t, None], line)
-                for i in cutlass.range_constexpr(t):
-                    x = x + line[i] * w[i]
-                x = -x * factors[1]
-                w[t] = x + cutlass.select_(j == t, F32(1.0), F32(0.0))
-                y = F32(0.0)
-                cute.autovec_copy(o.gram[1, t, None], line)
-                for i in cutlass.range_constexpr(t + 1):
-                    y = y + line[i] * w[i]
-                if th.lane < width:
-                    self.keep_solution(x, y * factors[2], matrices, t, j)
+            self.solve_all(o, matrices, th)
 
-    def keep_solution(self, x, y, matrices, t: int, j) -> None:
-        """W - I and C W of token t and column j."""
-        both = fr.registers(2)
-        both[0], both[1] = x, y
-        for term in range(TERMS):
-            word = fr.split(both)
+    def solve_all(self, o, matrices, th):
+        """W - I and C W: a lane has a column, what a correction of 1 at a token does to all others."""
+        N = self.shape.N
+        j = th.lane % max(N, 8)
+        w, kept = [], []
+        for t in range(self.tokens):
+            line, factors = fr.registers(N), fr.registers(4)
+            cute.autovec_copy(o.factors[t, None], factors)
+            cute.autovec_copy(o.gram[0, t, None], line)
+            x = F32(0.0)
+            for i in range(t):
+                x = x + line[i] * w[i]
+            x = -x * factors[1]
+            w.append(x + cutlass.select_(j == t, F32(1.0), F32(0.0)))
+            line = fr.registers(N)
+            cute.autovec_copy(o.gram[1, t, None], line)
+            y = F32(0.0)
+            for i in range(t + 1):
+                y = y + line[i] * w[i]
+            both = fr.registers(2)
+            both[0], both[1] = x, y * factors[2]
+            kept.append([fr.split(both) for _ in range(TERMS)])
+            # a store ahead of a line's load would be waited for
+            if t % 4 == 3 or t == self.tokens - 1:
+                for n, words in enumerate(kept):
+                    self.keep_solution(words, matrices, t - len(kept) + 1 + n, j)
+                kept = []
+
+    def keep_solution(self, words, matrices, t: int, j) -> None:
+        """W - I and C W of token t and column j; lanes of one column store the same."""
+        for term, word in enumerate(words):
             for which in range(2):
                 column, row = (
                     (0, 4 * which + t) if self.shape.packed else (t // 8 * 2 + which, t % 8)
@@ -459,7 +516,7 @@ class Ring(WYBlock):
             fr.read_matrices(matrices, place, x, 2 * at, n)
         return x
 
-    def answer(self, p, o, matrices, x: Corrected, values, th):
+    def answer(self, p, o, matrices, correlations, x: Corrected, values, th):
         """Corrections and outputs in the sums' places: P', y, and what the tokens of the call do to one another."""
         s = self.shape
         u = self.operands_of(x, self.u_terms)
@@ -472,9 +529,7 @@ class Ring(WYBlock):
                     if self.chains > 1:
                         y[e] = y[e] + self.sums_at(p, column, m, 1)[e] * x.total
         for column in range(self.token_columns):
-            ring = self.read_all(
-                matrices, self.ring_matrix(column, 0, 0), self.slices * TERMS * 2, th
-            )
+            ring = correlations[column]
             for m in range(self.row_tiles):
                 acc = self.sums_at(p, column, m)
                 for piece in range(self.slices):
@@ -568,11 +623,11 @@ class Ring(WYBlock):
         place, held = row * s.stride + th.lane // 16 * 8, None
         for first in range(0, self.share // 2, 2):
             cute.arch.sync_warp()
-            held = self.part(state, 2 * first, held)
+            held = self.part(state, 2 * first, held, th)
             words = fr.registers(s.terms * self.slices * 8, BF)
             for n in range(s.terms * self.slices):
                 fr.read_matrices(
-                    x.keys.x, place + 16 * n * s.stride + 8 * first, words, 8 * n, transpose=True
+                    x.keys, place + 16 * n * s.stride + 8 * first, words, 8 * n, transpose=True
                 )
             drawn = [
                 self.draw(chance, row0, first * self.octets // 4 + m, th)
@@ -630,30 +685,78 @@ class Ring(WYBlock):
                     cute.local_tile(ring_k[live.place(live.count + t), None], (CHUNK,), (chunk,)),
                 )
 
-    def own_memory(self, smem, th):
-        """A thread's shared memory for its part of the state, 16 bytes of each thread's side by side."""
-        if not self.shared:
-            return None
-        vec, threads = self.shape.vec, self.threads
-        layout = cute.make_layout(
-            (threads, self.octets * self.share // vec, vec), stride=(vec, threads * vec, 1)
+    def window(self, base, count, ring_rows) -> Live:
+        """A request's window, clamped to what a ring has."""
+        return Live(
+            cutlass.min(cutlass.max(base, 0), ring_rows - 1),
+            cutlass.min(cutlass.max(count, 0), cutlass.min(ring_rows, self.ring)),
+            ring_rows,
         )
-        return smem.allocate_tensor(self.state_dtype, layout, 16)[th.tid, None, None]
 
     @cute.jit
-    def run_rows(self, o, matrices, x, mine, came, values, row0, th):
+    def fetch_later(self, ring, window, inputs, n, hq, hv, first, tokens, lane):
+        """Has L2 fetch what a later request's block will load beside its state. ring: its u, keys and decays; inputs: v, k, q and gates of
+        all requests. What the heads of a group share, its first one asks for; rows behind a ring's end are left to the block itself.
+
+        With the state in it too, which comes late enough by itself, this loses what it wins: L2 then passes those bytes twice.
+        """
+        rows = cutlass.min(window.count, window.rows - window.base)
+        at, row = Int64(0), Int32(0)
+        for which, x in enumerate(ring[:2]):
+            width = const_expr(x.shape[1] * x.element_type.width // 8)
+            place = x.iterator.toint() + Int64(window.base * width)
+            at = cutlass.select_(lane == which, place, at)
+            row = cutlass.select_(lane == which, Int32(width), row)
+        if rows > 0 and (lane == 0 or (lane == 1 and first)):
+            l2.prefetch_run(at, rows * row)
+        # a lane a line: rows of v, k and q, then gates, then the ring's decays
+        width = const_expr(LINE // (inputs[0].element_type.width // 8))
+        lines = [-(-self.V // width), -(-self.K // width), -(-self.K // width), 1, 1]
+        starts = [self.tokens * sum(lines[:i]) for i in range(6)]
+        for m in cutlass.range_constexpr(starts[5] // 32 + 1):
+            p = 32 * m + lane
+            at = ring[2].iterator.toint()
+            wanted = p == starts[5]
+            for i, x in enumerate(inputs):
+                if const_expr(starts[i] < 32 * (m + 1) and starts[i + 1] > 32 * m):
+                    t = cutlass.min(cutlass.max(p - starts[i], 0) // lines[i], tokens - 1)
+                    if const_expr(i < 3):
+                        head = hv if const_expr(i == 0) else hq
+                        part = (p - starts[i]) % lines[i] * width
+                        source = x[n, t, head, None].iterator + part
+                    else:
+                        source = x[n, t, None].iterator + hv
+                    mine = p >= starts[i] and p < starts[i + 1]
+                    at = cutlass.select_(mine, source.toint(), at)
+                    wanted = wanted or (mine and (first or i == 0))
+            if wanted:
+                l2.prefetch_line(at)
+
+    def own_memory(self, smem, th):
+        """A warp's shared memory for its rows of the state, in 16 bytes."""
+        if not self.shared:
+            return None
+        vec, chunks = self.shape.vec, self.rows * self.K // self.shape.vec
+        layout = cute.make_layout((self.row_warps, chunks, vec), stride=(chunks * vec, vec, 1))
+        return smem.allocate_tensor(self.state_dtype, layout, 16)[th.warp, None, None]
+
+    @cute.jit
+    def run_rows(self, o, matrices, parts, x, mine, came, values, row0, th):
         """A warp's rows, `rows` at a time: the next ones are on their way while these are worked on."""
+        found = None
         for it in cutlass.range_constexpr(self.passes):
             first = row0 + it * self.rows
             raw = came
             if const_expr(self.shared):
                 cute.arch.cp_async_wait_group(0)
+                cute.arch.sync_warp()
             else:
                 raw = self.turned(came)
             p = self.project(raw, o, th)
             if const_expr(it == 0):
                 # F G, W and C W are there
                 cute.arch.sync_threads()
+                found = self.correlations(parts, x.after, th)
             these, own = values, x
             if const_expr(it + 1 < self.passes):
                 row = first + self.rows
@@ -661,7 +764,7 @@ class Ring(WYBlock):
                 x = dataclasses.replace(x, u=self.load_corrections(mine.u, mine.live, row, th))
                 values = self.load_tokens(mine.v, mine.span, mine.hv, row, th)
                 cute.arch.sync_warp()
-            self.answer(p, o, matrices, own, these, th)
+            self.answer(p, o, matrices, found, own, these, th)
             self.store_rows(p, mine, first, th)
             if mine.folds:
                 self.fold(raw, own, mine.goal, mine.chance, first, th)
@@ -671,7 +774,7 @@ class Ring(WYBlock):
         self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, output,
         scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
         null_index: Int32, use_qk_l2norm: Int32, ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min: Int32, append: Int32,
-        heads: cute.FastDivmodDivisorV2, slots: Int32, tokens: Int32, ring_rows: Int32, ring_seed,
+        heads: cute.FastDivmodDivisorV2, slots: Int32, tokens: Int32, ring_rows: Int32, ring_seed, later,
     ):  # fmt: skip
         th = fr.Thread.here()
         vt, hv, n = self.place()
@@ -679,6 +782,14 @@ class Ring(WYBlock):
         slot, write_slot = self.slots_of(n, read_index, write_index, None, None, None)
         base = ring_base[n]
         count = ring_count[n]
+        if const_expr(self.ahead > 0):
+            requests = cute.arch.grid_dim()[2]
+            next_n = cutlass.min(n + later, requests - 1)
+            next_slot, next_base, next_count = (
+                read_index[next_n],
+                ring_base[next_n],
+                ring_count[next_n],
+            )
         # the state's address waits for this: nothing may be computed before it that does not serve it
         cute.arch.sync_warp()
         span = Span(n, Int32(0), tokens, False)
@@ -694,33 +805,51 @@ class Ring(WYBlock):
 
         live_slot, writes = self.named(slot, write_slot, slots, null_index)
         if live_slot:
-            live = Live(
-                cutlass.min(cutlass.max(base, 0), ring_rows - 1),
-                cutlass.min(cutlass.max(count, 0), cutlass.min(ring_rows, self.ring)),
-                ring_rows,
-            )
+            live = self.window(base, count, ring_rows)
             k_rows = ring_k[Int64(slot), Int64(hq), None, None]
             u_rows = ring_u[Int64(slot), Int64(hv), None, None]
             decays = ring_decay[Int64(slot), Int64(hv), None]
             # ahead of the state, which is more: what is made of the ring is to be ready when the state comes
             old_decay = self.load_decay(decays, live, th.lane)
-            old_keys = self.load_keys(k_rows, live, th.tid)
+            old_keys = self.load_keys(k_rows, live, th)
             cute.arch.sync_warp()
             smem = SmemAllocator()
             source = state[Int64(slot), hv, None, None]
             own = self.own_memory(smem, th)
             came = self.ask_state(source, row0, th, own)
+            old_u = self.load_corrections(u_rows, live, row0, th)
+            values = self.load_tokens(v, span, hv, row0, th)
             # what follows does not move across this: it would wait for k before the state is asked for
             cute.arch.sync_warp()
+            if const_expr(self.ahead > 0):
+                # not by the last warp, for which the others wait
+                if th.warp == max(self.shape.warps - 2, 0) and n + later < requests:
+                    later_live, _ = self.named(next_slot, next_slot, slots, null_index)
+                    if later_live:
+                        at = Int64(next_slot)
+                        ring = (
+                            ring_u[at, Int64(hv), None, None],
+                            ring_k[at, Int64(hq), None, None],
+                            ring_decay[at, Int64(hv), None],
+                        )
+                        window = self.window(next_base, next_count, ring_rows)
+                        self.fetch_later(
+                            ring,
+                            window,
+                            (v, k, q, a, b),
+                            next_n,
+                            hq,
+                            hv,
+                            within == 0,
+                            tokens,
+                            th.lane,
+                        )
+                cute.arch.sync_warp()
             o = allocate(smem, self.shape, False, False, k.element_type)
-            keys = KeyRows(
-                smem.allocate_tensor(
-                    BF,
-                    matrix(self.shape.terms * self.ring, self.shape.stride, self.shape.stride),
-                    16,
-                )
-            )
+            rows = const_expr(self.shape.terms * self.ring)
+            keys = smem.allocate_tensor(BF, matrix(rows, self.shape.stride, self.shape.stride), 16)
             matrices = smem.allocate_tensor(BF, cute.make_layout((self.matrices * MATRIX,)), 16)
+            parts = smem.allocate_tensor(F32, self.parts_layout(), 16)
             # Late: always so, which no compiler knows. It would else work out norms and gates, and wait for k and q, ahead of the state.
             going = cutlass.Boolean(True)
             if const_expr(self.late):
@@ -740,16 +869,13 @@ class Ring(WYBlock):
                     if th.tid < appended:
                         decays[live.place(live.count + th.tid)] = decay
                 cute.arch.sync_threads()
-                # in the registers that k and q leave
-                old_u = self.load_corrections(u_rows, live, row0, th)
-                values = self.load_tokens(v, span, hv, row0, th)
                 # by the last warp, while the ring is on its way
-                self.stage.combine(o, th, decay, beta, scale, use_qk_l2norm)
-                self.solve_all(o, matrices, th)
-                self.fill_keys(old_keys, keys, th.tid)
-                cute.arch.sync_threads()
+                self.prepare(o, matrices, th, decay, beta, scale, use_qk_l2norm)
+                words = self.key_words(old_keys)
+                self.correlate(o, words, parts, th)
+                if folds:
+                    self.keep_keys(words, keys, th)
                 after, total = self.behind(old_decay, th.lane)
-                self.correlate(o, keys, after, matrices, th)
                 # warps without rows of their own go along with the last one's, and write nothing
                 writing = writes and folds
                 shown = tokens
@@ -765,7 +891,7 @@ class Ring(WYBlock):
                     source, goal, writing, u_rows, live, appended, v, hv, span, out, shown, chance
                 )
                 x = Corrected(keys, old_u, after, total)
-                self.run_rows(o, matrices, x, mine, came, values, row0, th)
+                self.run_rows(o, matrices, parts, x, mine, came, values, row0, th)
         else:
             self.zero_rows(output, n, Int32(0), tokens, hv, v0, th.tid)
 

@@ -8,6 +8,9 @@ from gdntune.kernels import wy_block_config
 from gdntune.kernels.spec import Block, Facts, Kernel, knob
 from gdntune.problem import ITEMSIZE, Contract
 
+# blocks ahead whose inputs a block has fetched, where it does: half of those that an H200 has at once
+AHEAD = 256
+
 
 @dataclasses.dataclass(frozen=True)
 class Knobs:
@@ -26,14 +29,19 @@ class Knobs:
     )
     shared: bool = knob(
         "sh",
-        "k_last: the state comes to shared memory and leaves its registers to more warps; else to"
-        " registers",
+        "k_last: the state comes to shared memory by whole lines and leaves its registers to more"
+        " warps; else to registers",
         default=False,
     )
     late: bool = knob(
         "lt",
         "k and q are awaited once the state has been asked for, else where the compiler puts it",
         default=False,
+    )
+    prefetch: int = knob(
+        "pf",
+        "blocks ahead whose ring and inputs, but not state, this one has L2 fetch; 0: none",
+        default=0,
     )
 
 
@@ -83,23 +91,27 @@ def block(c: Contract, s: Knobs) -> Block:
     # instead of a line of each row of V: the ring's keys, and matrices of 128 bytes, two terms each
     shared += 2 * (c.K + 8) * terms * c.ring - 4 * s.warps * s.rows * (2 * N + 4)
     tiles = -(-N // 8)
-    shared += 128 * 2 * (1 if N == 4 else 2 * tiles) * (c.ring // 8 + tiles)
+    columns = 1 if N == 4 else 2 * tiles
+    shared += 128 * 2 * columns * tiles
+    # sums of 32 lanes over each part of K
+    shared += max(threads // 32, c.ring // 8) * 256 * columns
     shared += s.shared * s.warps * s.rows * c.K * ITEMSIZE[c.state_dtype]
     return Block(threads, shared)
 
 
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first: all of a head a block, then less of it for few heads."""
-    most = [
-        Knobs(32, 4, registers=128),
-        Knobs(32, 4, shared=True),
-        # blocks of two warps: fewer wait at a barrier
-        Knobs(32, 2, 64, shared=True),
-    ]
-    tried = [*most, *(dataclasses.replace(s, late=True) for s in most), Knobs(32, 4)]
-    # half as many rows a warp: for few heads, and for wider states
-    tried += [Knobs(16, 4, registers=96), Knobs(16, 4, shared=True)]
-    tried += [Knobs(16, 8, 256, registers=80, shared=True)]
+    # blocks of two warps: fewer wait at a barrier
+    small = Knobs(32, 2, 64, registers=96, shared=True)
+    shared = Knobs(32, 4, registers=96, shared=True, late=True)
+    most = Knobs(32, 4, registers=128, late=True)
+    tried = [small]
+    for s in (dataclasses.replace(small, late=True), shared, most):
+        tried += [s, dataclasses.replace(s, prefetch=AHEAD)]
+    # more registers, or half as many rows a warp: for few heads, and for wider states
+    tried += [Knobs(32, 4), Knobs(16, 4, registers=96), Knobs(16, 4, shared=True)]
+    if c.state_dtype == "fp32":
+        tried += [Knobs(16, 8, 256, registers=80, shared=True)]
     if c.V % 64:
         tried += [Knobs(16, 2), Knobs(16, 1)]
     return tuple(s for s in dict.fromkeys(tried) if not refuse(c, s))
@@ -107,13 +119,10 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A rule for where no table speaks: what was fastest on an H200."""
-    few, many = work_units < 2 * device.sm_count, work_units > 64 * device.sm_count
-    if c.tokens <= 4:
-        wanted = [Knobs(32, 4, registers=0 if few else 128)]
-    elif few:
-        wanted = [Knobs(16, 4, registers=96)]
+    if work_units < 8 * device.sm_count:
+        wanted = [Knobs(32, 4, registers=96, shared=True, late=True)]
     else:
-        wanted = [Knobs(32, 4, shared=True) if many else Knobs(32, 2, 64, shared=True)]
+        wanted = [Knobs(32, 2, 64, registers=96, shared=True, late=True)]
     wanted += [Knobs(16, 4, shared=True)]
     smaller = [Knobs(rows, w) for w in (4, 2, 1) for rows in (32, 16)]
     legal = [s for s in (*wanted, *smaller) if not refuse(c, s)]

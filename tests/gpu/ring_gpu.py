@@ -28,7 +28,6 @@ from gdntune import kernels
 from gdntune.checking import ring
 from gdntune.checking.cases import Case, make_case
 from gdntune.device import arch, gpus
-from gdntune.kernels.ring_config import Knobs
 from gdntune.kernels.spec import Kernel, Variant
 from gdntune.problem import ITEMSIZE, Contract, Problem
 from gdntune.runtime.dispatch import Runtime
@@ -36,12 +35,8 @@ from gdntune.sol import state_bytes
 from gdntune.tuning.session import Session
 
 RING = kernels.get("ring")
-TRIED = [
-    RING.variant(s)
-    for s in (Knobs(32, 4, registers=128), Knobs(32, 4, shared=True), Knobs(32, 2, 64, shared=True),
-              Knobs(32, 4, registers=128, late=True), Knobs(32, 4, shared=True, late=True),
-              Knobs(32, 2, 64, shared=True, late=True), Knobs(32, 4), Knobs(16, 4, registers=96))
-]  # fmt: skip
+# what a sweep tries
+TRIED = [RING.variant(s) for s in RING.space(Contract(tokens=4, ring=16), arch.target("sm_90a"))]
 CONTRACTS = [
     Contract(tokens=T, ring=entries, ring_dtype=dtype)
     for T, entries, dtype in (
@@ -65,9 +60,11 @@ def frozen(T: int) -> Contract:
     return Contract(tokens=T, mode="frozen")
 
 
-def wanted(device: arch.Device) -> Iterable[tuple[Kernel, Contract, Variant, str | None]]:
+def wanted(
+    device: arch.Device, contracts: list[Contract]
+) -> Iterable[tuple[Kernel, Contract, Variant, str | None]]:
     """Everything that `check` and `time` call."""
-    for c in CONTRACTS:
+    for c in contracts:
         for v in TRIED:
             yield RING, c, v, None
     for c in CHECKED:
@@ -79,16 +76,16 @@ def wanted(device: arch.Device) -> Iterable[tuple[Kernel, Contract, Variant, str
     yield from of_the_timers()
 
 
-def compile_all(folder: Path, gpu: str) -> None:
+def compile_all(folder: Path, gpu: str, contracts: list[Contract]) -> None:
     """A bundle of what is called, made without the GPU."""
     device = gpus.named(gpu)
-    bundle(wanted(device), device, folder)
+    bundle(wanted(device, contracts), device, folder)
 
 
-def check(count: int, seed: int) -> bool:
+def check(count: int, seed: int, contracts: list[Contract]) -> bool:
     """Whether all is right."""
     session = session_of("cold-clean")
-    found = [(c, TRIED) for c in CONTRACTS]
+    found = [(c, TRIED) for c in contracts]
     found += [(c, [RING.variant(RING.default(c, 64, session.device))]) for c in CHECKED]
     right = gate(session, found)
     return right & randomly(session, found, count, seed, own) & invariant(session)
@@ -236,7 +233,10 @@ def row(session: Session, c: Contract, B: int, accepted: int, chosen: dict[Any, 
             f"{v.id} {us:.2f}"
             for v, us in sorted(zip(TRIED, means, strict=True), key=lambda x: x[1])
         )
-        print(f"<!-- T={c.tokens} B={B} ring={c.ring} u {c.ring_dtype}: {said} -->", flush=True)
+        print(
+            f"<!-- T={c.tokens} {accepted} B={B} ring={c.ring} u {c.ring_dtype}: {said} -->",
+            flush=True,
+        )
     alone = Contract(tokens=c.tokens, mode="frozen")
     least = Runtime(session.device, session.store).bind(alone).at(problem.work_units)
     # without the write index and the ring
@@ -264,8 +264,8 @@ def row(session: Session, c: Contract, B: int, accepted: int, chosen: dict[Any, 
     torch.cuda.empty_cache()
 
 
-def time_all(sizes: list[int], l2: str, contracts: list[Contract]) -> None:
-    """One table."""
+def time_all(sizes: list[int], l2: str, contracts: list[Contract], every: bool) -> None:
+    """One table. every: the fastest variant is looked for in each row, else in a size's first."""
     session = session_of(l2)
     print(
         f"{session.device.name}, {l2}, {session.timer.policy.timer}: means over whole cycles, us\n"
@@ -281,7 +281,7 @@ def time_all(sizes: list[int], l2: str, contracts: list[Contract]) -> None:
         for B in sizes:
             for accepted in (c.tokens, c.tokens // 2, c.tokens // 4):
                 if c.ring == 16 or accepted == c.tokens:
-                    row(session, c, B, accepted, chosen)
+                    row(session, c, B, accepted, {} if every else chosen)
 
 
 def main() -> None:
@@ -295,13 +295,22 @@ def main() -> None:
     parser.add_argument("--l2", default="cold-clean")
     parser.add_argument("--sizes", default="1,4,16,64,256,512")
     parser.add_argument("--rings", type=int, default=len(CONTRACTS), help="so many of CONTRACTS")
+    parser.add_argument(
+        "--tokens", default="4,8", help="T among them, so that two GPUs share the work"
+    )
+    parser.add_argument("--variants", help="ids among those that are tried")
+    parser.add_argument("--every", action="store_true", help="rank the variants in each row")
     given = parser.parse_args()
+    if given.variants:
+        TRIED[:] = [v for v in TRIED if v.id in given.variants.split(",")]
+    tokens = [int(n) for n in given.tokens.split(",")]
+    contracts = [c for c in CONTRACTS[: given.rings] if c.tokens in tokens]
     if given.what == "compile":
-        compile_all(given.folder, given.gpu)
+        compile_all(given.folder, given.gpu, contracts)
     elif given.what == "check":
-        raise SystemExit(not check(given.random, given.seed))
+        raise SystemExit(not check(given.random, given.seed, contracts))
     else:
-        time_all([int(n) for n in given.sizes.split(",")], given.l2, CONTRACTS[: given.rings])
+        time_all([int(n) for n in given.sizes.split(",")], given.l2, contracts, given.every)
 
 
 if __name__ == "__main__":

@@ -116,17 +116,29 @@ def test_kernels_serve_rings_or_none():
 
 
 def test_shared_memory_is_what_is_allocated():
-    """Of the configs' shapes: operands, Gram matrices, factors, squares, decays, keys, matrices of
-    two terms, and the state where it waits there.
+    """Of the configs' shapes: operands, Gram matrices, factors, squares, decays, keys for a fold,
+    matrices of two terms, sums of each half of K where four warps share 16 entries, and the state
+    where it waits there.
     """
     c = Contract(tokens=4, ring=16)
     rows, N = 8 + 1, 4
     operands = 2 * 136 * rows + 4 * (2 * N * N + 4 * N + (N + 4)) + 8 * N
-    expected = operands + 2 * 136 * 16 + 128 * 2 * (2 + 1)
-    for shared in (False, True):
-        knobs = ring_config.Knobs(32, 4, shared=shared)
-        state = 2 * 128 * 128 if shared else 0
-        assert ring_config.block(c, knobs).shared_bytes == expected + state
+    expected = operands + 2 * 136 * 16 + 128 * 2
+    for warps, shared, parts in ((4, False, 2), (4, True, 2), (2, True, 1)):
+        knobs = ring_config.Knobs(32, warps, 32 * warps, shared=shared)
+        state = 2 * 128 * 32 * warps if shared else 0
+        sums = parts * 2 * 32 * 2 * 4
+        assert ring_config.block(c, knobs).shared_bytes == expected + state + sums
+
+
+def test_the_default_is_tried():
+    """At every size, of what the configs sweep, and by few variants."""
+    device = arch.target("sm_90a")
+    for changes in ({}, {"tokens": 8, "ring_dtype": "bf16"}, {"state_dtype": "fp32", "ring": 32}):
+        c = Contract(tokens=4, ring=16).replace(**changes)
+        tried = ring_config.space(c, device)
+        assert 3 <= len(tried) <= 10
+        assert {ring_config.default(c, n, device) for n in (1, 64, 4096)} <= set(tried)
 
 
 def test_the_default_of_kda_is_what_was_fastest():

@@ -91,11 +91,11 @@ def _prefetch(i: Instruction, program: Program) -> Step:
         wide, at = threads.of(count(grid)), threads.of(source(grid))
         if (wide % 16).any() or (at % 16).any():
             raise Fault(f"{i.text}: expected multiples of 16 bytes")
-        for n, lane in enumerate(threads.lanes):
+        for n in range(len(threads.lanes)):
             one = Threads.of_lanes(threads.lanes[n : n + 1], grid.size)
             every = np.arange(at[n], at[n] + wide[n], 16)
             where = grid.where(i, one)
-            grid.memory.load(every, 16, np.full_like(every, lane), lambda _, where=where: where(0))
+            grid.memory.require(every, 16, lambda _, where=where: where(0))
 
     return Step(run)
 

@@ -83,6 +83,10 @@ class Memory:
             self.races.read(at, lanes, where)
         return self._elements(self.bytes, width)[places].view(np.uint8).reshape(-1, width)
 
+    def require(self, addresses: Array, width: int, where: Callable[[int], str]) -> None:
+        """A fault where `width` bytes at an address may not be read; nobody's race."""
+        self._places(addresses, width, READ, where)
+
     def store(
         self, addresses: Array, values: Array, lanes: Array, where: Callable[[int], str]
     ) -> None:

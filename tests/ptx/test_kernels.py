@@ -7,7 +7,7 @@ from gdntune import kernels, sol
 from gdntune.checking.cases import floor_case, make_case
 from gdntune.checking.check import Truth
 from gdntune.device import arch
-from gdntune.kernels import wy_block_config
+from gdntune.kernels import ring_config, wy_block_config
 from gdntune.problem import TYPES, Contract, Problem
 from gdntune.runtime import parts
 
@@ -122,6 +122,21 @@ def test_a_fold_into_wide_states(builder):
     case.output.copy_(truth.before.output)
     found = truth.judge(case)
     assert found.error < 0.05 * found.tolerance
+
+
+def test_what_is_fetched_ahead_is_there(builder):
+    """A block of a ring has L2 fetch what a later request's will load: a bulk prefetch of bytes that
+    are not all a tensor's is a fault, and a padded request's block fetches as any.
+    """
+    contract = Contract(tokens=3, K=64, V=64, ring=16, ring_dtype="bf16")
+    options = {"padding": 0.4, "out_of_range": True, "slot_stride_pad": 64, "extra_rows": 2}
+    truth = Truth(make_case(Problem(contract, 5, 1, 2), "cpu", 0, **options))
+    case = truth.before.clone()
+    variant = ring_config.KERNEL.variant(ring_config.Knobs(16, 2, prefetch=2))
+    kernel = call.decode(builder.get(contract, variant), contract)
+    assert "bulk.prefetch" in builder.get(contract, variant).ptx
+    kernel(*case.arguments())
+    truth.judge(case).require()
 
 
 def test_producer(builder):
