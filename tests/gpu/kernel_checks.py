@@ -1,7 +1,8 @@
 """What the scripts of one kernel share (`layer_gpu.py`, `ring_gpu.py`): a bundle of what they call,
-the session on the GPU, the gate of a sweep, and random problems.
+the session on the GPU, the gate of a sweep, random problems, and the command line.
 """
 
+import argparse
 import random
 import sys
 from collections.abc import Callable, Iterable
@@ -24,6 +25,19 @@ Wanted = tuple[Kernel, Contract, Variant, str | None]
 Found = list[tuple[Contract, list[Variant]]]
 # The tolerance of a check's relative error
 TOLERANCE = 64 * 2.0**-24
+
+
+def arguments(doc: str, sizes: str) -> argparse.ArgumentParser:
+    """The command line of a script that compiles, checks and times; doc: its docstring."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("what", choices=("compile", "check", "time"))
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--random", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--l2", default="cold-clean")
+    parser.add_argument("--sizes", default=sizes)
+    return parser
 
 
 def of_the_timers() -> Iterable[Wanted]:

@@ -12,7 +12,6 @@ request is elsewhere in that cycle. Microseconds a call, interleaved, means over
 folds are in them. `bytes`: what must move at 4.4 TB/s.
 """
 
-import argparse
 import functools
 import itertools
 import random
@@ -22,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from kernel_checks import bundle, gate, of_the_timers, randomly, session_of
+from kernel_checks import arguments, bundle, gate, of_the_timers, randomly, session_of
 
 from gdntune import kernels
 from gdntune.checking import ring
@@ -286,14 +285,7 @@ def time_all(sizes: list[int], l2: str, contracts: list[Contract], every: bool) 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("compile", "check", "time"))
-    parser.add_argument("folder", nargs="?", type=Path)
-    parser.add_argument("--gpu", default="h200")
-    parser.add_argument("--random", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--l2", default="cold-clean")
-    parser.add_argument("--sizes", default="1,4,16,64,256,512")
+    parser = arguments(__doc__, "1,4,16,64,256,512")
     parser.add_argument("--rings", type=int, default=len(CONTRACTS), help="so many of CONTRACTS")
     parser.add_argument(
         "--tokens", default="4,8", help="T among them, so that two GPUs share the work"

@@ -11,15 +11,13 @@ microseconds a call, interleaved, means over whole cycles, folds included. `wind
 a call that writes the state, which the raw window's verify and commit are, a layer.
 """
 
-import argparse
 import functools
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from kernel_checks import bundle, gate, of_the_timers, randomly, session_of
+from kernel_checks import arguments, bundle, gate, of_the_timers, randomly, session_of
 
 from gdntune import kernels
 from gdntune.checking.cases import Case, make_case
@@ -157,14 +155,7 @@ def time_all(sizes: list[int], l2: str) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("compile", "check", "time"))
-    parser.add_argument("folder", nargs="?", type=Path)
-    parser.add_argument("--gpu", default="h200")
-    parser.add_argument("--random", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--l2", default="cold-clean")
-    parser.add_argument("--sizes", default="1,4,16,64,256")
+    parser = arguments(__doc__, "1,4,16,64,256")
     given = parser.parse_args()
     sizes = [int(n) for n in given.sizes.split(",")]
     if given.what == "compile":
