@@ -267,7 +267,7 @@ _SEVERAL = (
 )
 _ONE_SHIFTED = (
     _Form(256, 4, share=2, group=4),
-    _Form(128, 4, share=2, group=4),
+    _Form(128, 4, registers=96, share=2, group=4),
     _Form(128, 8, ahead=2, copied=True, share=2, group=4),
     _Form(256, 4, share=SHIFTED_HEADS),
     _Form(128, 4, share=SHIFTED_HEADS),
@@ -276,8 +276,8 @@ _ONE_SHIFTED = (
 )
 _SEVERAL_SHIFTED = (
     _Form(256, 4, share=2, group=4),
-    _Form(128, 4, share=2, group=4),
-    _Form(128, 8, ahead=2, copied=True, share=2, group=4),
+    _Form(128, 4, registers=96, share=2, group=4),
+    _Form(128, 8, ahead=2, copied=True, registers=128, share=2, group=4),
     _Form(256, 4, share=SHIFTED_HEADS),
     _Form(256, 4, share=SHIFTED_HEADS, stores="first"),
     _Form(128, 8, ahead=2, copied=True, share=SHIFTED_HEADS),
