@@ -74,7 +74,6 @@ ROWS = [
     row(Contract(**KDA), 1, ilp=4, threads=128, copied=True, ahead=2, pdl="first"),
     # what L2 is told and asked for: a later request's state, that of two heads, of a tile of V
     row(Contract(**STEP), 2, ilp=4, threads=128, copied=True, ahead=2, stores="first", beyond=1),
-    row(Contract(**STEP), 3, ilp=4, share=2, beyond=1, pdl="state"),
     row(
         Contract(**STEP, **SLOTS),
         2,
@@ -85,7 +84,6 @@ ROWS = [
         pdl="first",
     ),
     row(Contract(**STEP, conv_window="shifted"), 3, ilp=4, share=8, group=1, beyond=1),
-    row(RAGGED, 3, LENGTHS, ilp=4, stores="first", beyond=1),
     # windows that are shifted in place, by a cluster of their readers: with idle blocks, of one head each, of two
     WINDOW,
     row(
@@ -96,15 +94,6 @@ ROWS = [
         share=2,
         group=4,
         pdl="state",
-    ),
-    row(
-        Contract(**STEP, **SLOTS, conv_window="shifted"),
-        2,
-        threads=256,
-        ilp=4,
-        share=1,
-        group=8,
-        row=True,
     ),
     row(
         Contract(**STEP, **SLOTS, conv_window="dims_first"),
@@ -157,7 +146,13 @@ ROWS = [
     # rows with q/k heads side by side
     row(Contract(**STEP, conv_input="interleaved"), 3, ilp=4, threads=128, share=2),
     row(Contract(**STEP, conv_input="interleaved"), 2, tile_v=64),
-    row(Contract(**STEP, **SLOTS, conv_input="interleaved"), 2, tile_v=64, row=True),
+    row(
+        Contract(**STEP, **SLOTS, conv_input="interleaved", conv_window="shifted"),
+        2,
+        share=2,
+        group=4,
+        row=True,
+    ),
 ]
 
 
