@@ -399,6 +399,23 @@ def test_one_token_of_heads_side_by_side():
     truth.judge(flat).require()
 
 
+def test_heads_side_by_side_under_torch_compile():
+    """The operator sees a and b as views of four dimensions, and its output has three of heads."""
+    case = beside(BESIDE["step"])
+    truth = Truth(case)
+    once = truth.before.clone()
+    views = heads_of(once)
+
+    def step(mixed, a, b):
+        split = dataclasses.replace(once, a=a, b=b, output_gate=None)
+        return called(split, mixed, conv_input="interleaved", output=None)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    rows = once.mixed_qkv, views[once.a.data_ptr()], views[once.b.data_ptr()]
+    once.output.copy_(compiled(*rows))
+    truth.judge(once).require()
+
+
 WRONG_HEADS = {
     "layout": ({"conv_input": "packed by head"}, "conv_input='packed by head': expected one of"),
     "gate": ({"output_gate": torch.ones(3, 1, 6, 32).bfloat16()}, "the gate is in mixed_qkv"),
