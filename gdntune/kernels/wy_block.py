@@ -21,6 +21,7 @@ from cutlass.memory import SmemAllocator
 
 from gdntune.kernels import decode, gates
 from gdntune.kernels import fragments as fr
+from gdntune.kernels.wy_block_ahead import Ahead
 from gdntune.kernels.wy_block_columns import Columns
 from gdntune.kernels.wy_block_gdn import RowStage
 from gdntune.kernels.wy_block_kda import KeyStage
@@ -32,6 +33,11 @@ F32, BF = Float32, BFloat16
 TERMS = {"bf16": 1, "fp16": 2, "fp32": 3}
 # products of terms whose orders add up to more than this are below fp32's roundoff
 HIGHEST_ORDER = 2
+
+
+def third_stride(N: int) -> int:
+    """A row of u in three terms."""
+    return 3 * N + 8 + (8 if (3 * N + 8) // 8 % 2 == 0 else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +88,16 @@ class WYBlock(decode.Decode):
             knobs["registers"],
             pdl=knobs["pdl"],
         )
+        # of u and of a decayed key, where they meet in the final state
+        self.u_terms = knobs.get("terms", 2)
+        if self.u_terms == 3:
+            # up to four tokens are not packed then: a product has no place for the third term
+            self.tokens = max(self.tokens, 8)
         self.state_terms = TERMS[facts["state_dtype"]]
         self.octets = self.rows // 8
         self.columns_by = Columns(self) if knobs["matrices"] else None
         self.lines_by = Lines(self) if knobs.get("lines") else None
+        self.ahead = Ahead(self, knobs["ahead"]) if knobs.get("ahead") else None
         vec = 16 // (self.state_dtype.width // 8)
         k_terms = TERMS[facts["input_dtype"]]
         self.shape = Shape(
@@ -93,7 +105,7 @@ class WYBlock(decode.Decode):
             self.tokens,
             vec,
             3 if self.per_k else k_terms,
-            2 if self.per_k else k_terms,
+            self.u_terms if self.per_k else k_terms,
             threads,
             knobs["matrices"],
         )
@@ -256,9 +268,9 @@ class WYBlock(decode.Decode):
                 out[t, row] = results[t]
 
     def keep_u(self, u, o: Operands, sU, row) -> None:
-        """F[T, i] u_i in two terms; of each eight tokens the first terms, then the others."""
+        """F[T, i] u_i in two terms; of each eight tokens the first terms, then the others. Behind them third terms, if there are such."""
         N, width = self.shape.N, min(self.shape.N, 8)
-        w = fr.registers(2 * N, BF)
+        w = fr.registers(self.u_terms * N, BF)
         after = None
         if not self.per_k:
             after = fr.registers(N)
@@ -271,7 +283,9 @@ class WYBlock(decode.Decode):
             at = t // width * 2 * width + t % width
             for term in range(2):
                 cute.autovec_copy(fr.split(both), fr.pair(w, at + term * width))
-        cute.autovec_copy(w, cute.local_tile(sU[row, None], (2 * N,), (0,)))
+            if self.u_terms == 3:
+                cute.autovec_copy(fr.split(both), fr.pair(w, 2 * N + t))
+        cute.autovec_copy(w, cute.local_tile(sU[row, None], (self.u_terms * N,), (0,)))
 
     def read_u(self, sU, th):
         """u as A's registers: of each two octets and tile of tokens four registers, two where tokens are few."""
@@ -287,6 +301,20 @@ class WYBlock(decode.Decode):
                     fr.read_matrices(sU, place, w, m * 4, 2)
                 else:
                     fr.read_matrices(sU, place + th.lane // 16 * 8, w, (m * s.tiles + n) * 8)
+        return w
+
+    def read_third(self, sU, th):
+        """u's third terms as A's registers of half a product: of each two octets and tile of tokens two."""
+        if self.u_terms == 2:
+            return None
+        s = self.shape
+        pairs = self.octets // 2
+        w = fr.registers(pairs * s.tiles * 4, BF)
+        for m in range(pairs):
+            row = self.row_of(2 * m + th.lane // 8 % 2, th.lane % 8)
+            for n in range(s.tiles):
+                place = row * sU.stride[0] + 2 * s.N + 8 * n
+                fr.read_matrices(sU, place, w, (m * s.tiles + n) * 4, 2)
         return w
 
     def key_place(self, o: Operands, th, group: int):
@@ -315,6 +343,7 @@ class WYBlock(decode.Decode):
             return
         s = self.shape
         w = self.read_u(sm.u, th)
+        third = self.read_third(sm.u, th)
         groups = 1 if s.packed else s.key_terms * s.tiles
         # columns of eight keys that four matrices are
         step = 4 // s.key_terms if s.packed else 4
@@ -328,7 +357,7 @@ class WYBlock(decode.Decode):
             decays = self.decays_of(o, th, first, step, total)
             for i in range(step):
                 for m in range(self.octets // 2):
-                    self.advance_two(raw, w, words, fr.pair(decays, 2 * i), first + i, i, m)
+                    self.advance_two(raw, w, third, words, fr.pair(decays, 2 * i), first + i, i, m)
             if self.lines_by:
                 tile, row0, writes = goal
                 self.lines_by.store(raw, tile, row0, th, writes, first, first + step)
@@ -350,7 +379,7 @@ class WYBlock(decode.Decode):
             cute.autovec_copy(source, cute.make_tensor(x.iterator + at, cute.make_layout((n,))))
         return x
 
-    def advance_two(self, raw, w, words, decays, column: int, i: int, m: int) -> None:
+    def advance_two(self, raw, w, third, words, decays, column: int, i: int, m: int) -> None:
         """Two octets of rows, eight keys."""
         s = self.shape
         x = fr.registers(4)
@@ -375,6 +404,10 @@ class WYBlock(decode.Decode):
                 for f in range(2):
                     cute.autovec_copy(fr.pair(words, 8 * group + 2 * i), fr.pair(b, 2 * f))
                 fr.mma(acc, fr.operand_a(w, (m * s.tiles + group % s.tiles) * 8), fr.operand_b(b))
+            for n in range(s.tiles if third is not None else 0):
+                # with the keys' first terms
+                a = fr.operand_a(third, (m * s.tiles + n) * 4, 8)
+                fr.mma(acc, a, fr.operand_b(words, 8 * n + 2 * i, 8), 8)
         for half in range(2):
             fr.pair(raw, places[half]).store(fr.pair(x, 2 * half).load().to(self.state_dtype))
 
@@ -424,6 +457,9 @@ class WYBlock(decode.Decode):
         if not self.update:
             return Rows(p[w, None, None], None)
         U = 2 * N if self.shape.packed else 2 * N + 8
+        if self.u_terms == 3:
+            # an odd number of 16 bytes, so that eight rows lie in different banks
+            U = third_stride(N)
         u = smem.allocate_tensor(BF, cute.make_layout((W, R, U), stride=(R * U, U, 1)), 16)
         return Rows(p[w, None, None], u[w, None, None])
 
@@ -436,7 +472,7 @@ class WYBlock(decode.Decode):
     ):  # fmt: skip
         th = fr.Thread.here()
         vt, hv, n = self.place()
-        hq, _ = divmod(hv, heads)
+        hq, in_group = divmod(hv, heads)
         self.await_producer("first")
         slot, write_slot = self.slots_of(n, read_index, write_index, slot_index, accepted, columns)
         # the state's address waits for this: nothing may be computed before it that does not serve it
@@ -470,6 +506,12 @@ class WYBlock(decode.Decode):
         if live:
             source = state[Int64(slot), hv, None, None]
             came = self.load_state(source, row0, th)
+            if const_expr(self.ahead is not None):
+                later = self.ahead.request(n)
+                later_slot = later
+                if const_expr(self.pool):
+                    later_slot = read_index[later]
+                self.ahead.ask_tokens(later, q, k, v, a, n, length, hq, in_group == 0, hv, v0, th)
             inputs = early
             if const_expr(self.pdl == "state"):
                 self.await_producer("state")
@@ -501,6 +543,9 @@ class WYBlock(decode.Decode):
                 )
                 decay = cutlass.select_(th.lane < length, decay, F32(1.0))
                 self.stage.fill(inputs.keys, o, th.tid)
+            if const_expr(self.ahead is not None):
+                # by now the index is there
+                self.ahead.ask_state(later, later_slot, state, n, hv, v0, slots, null_index, th)
             cute.arch.sync_threads()
             self.stage.combine(o, th, decay, beta, scale, use_qk_l2norm)
             values = inputs.values

@@ -61,6 +61,7 @@ class Columns:
         """The final state, rounded, in place of S0."""
         d, s = self.d, self.d.shape
         w = d.read_u(sm.u, th)
+        third = d.read_third(sm.u, th)
         groups = 1 if s.packed else s.key_terms * s.tiles
         # columns of eight keys that four matrices are
         step = 4 // s.key_terms if s.packed else 4
@@ -76,9 +77,9 @@ class Columns:
                 if d.per_k:
                     decays = [o.decay[8 * (first + i + half) + th.g] for half in range(2)]
                 for j in range(d.octets):
-                    self.advance_one(raw, w, words, decays, first + i, i, j)
+                    self.advance_one(raw, w, third, words, decays, first + i, i, j)
 
-    def advance_one(self, raw, w, words, decays, eight: int, i: int, j: int) -> None:
+    def advance_one(self, raw, w, third, words, decays, eight: int, i: int, j: int) -> None:
         """An octet of rows, 16 keys."""
         s = self.d.shape
         x = fr.registers(4)
@@ -110,5 +111,13 @@ class Columns:
                     at = (m * s.tiles + group % s.tiles) * 8 + 4 * term + 2 * other
                     cute.autovec_copy(fr.pair(w, at), fr.pair(b, 2 * term))
                 fr.mma(acc, fr.operand_a(a), fr.operand_b(b))
+            for n in range(s.tiles if third is not None else 0):
+                # with the keys' first terms
+                a = fr.registers(4, BF)
+                for half in range(2):
+                    word = fr.pair(words, 8 * n + 2 * (i + half))
+                    cute.autovec_copy(word, fr.pair(a, 2 * half))
+                at = (m * s.tiles + n) * 4 + 2 * other
+                fr.mma(acc, fr.operand_a(a, 0, 8), fr.operand_b(third, at, 8), 8)
         for half in range(2):
             fr.pair(raw, places[half]).store(fr.pair(x, 2 * half).load().to(self.d.state_dtype))

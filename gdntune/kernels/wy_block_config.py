@@ -41,6 +41,25 @@ class Knobs:
         " a line of twice as many rows at a time",
         default=False,
     )
+    terms: int = knob(
+        "ut",
+        "bf16 terms of u, and of a decayed key, where they meet in the final state; 3: of states"
+        " that are not rounded to bf16",
+        default=2,
+    )
+    ahead: int = knob(
+        "ah",
+        "a block asks into the L2 cache for what the block so many places behind it in the grid"
+        " reads, a power of two; 0: it does not",
+        default=0,
+    )
+
+
+def wide_update(c: Contract) -> bool:
+    """Whether a final state is written that shows what two terms of u lose: 2^-18 of u k, which may
+    be more than 2^-18 of the row where a decay leaves nothing of the rest.
+    """
+    return c.mode == "update" and c.state_dtype != "bf16"
 
 
 def refuse(c: Contract, s: Knobs) -> str | None:
@@ -58,6 +77,7 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         ("warps", s.warps, (1, 2, 4, 8)),
         ("threads", s.threads, (128, 256)),
         ("passes", s.passes, (1, 2, 4)),
+        ("terms", s.terms, (2, 3) if wide_update(c) else (2,)),
         ("registers", s.registers, (0, 64, 80, 96, 128, 168)),
     ):
         if given not in expected:
@@ -71,6 +91,13 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         )
     if s.lines and c.layout != "k_last":
         return f"lines=True with layout={c.layout}: expected k_last, whose rows hold whole lines"
+    if s.ahead < 0 or s.ahead & (s.ahead - 1):
+        return f"ahead={s.ahead}: expected 0 or a power of two"
+    if s.ahead and (c.layout != "k_last" or c.ragged):
+        return (
+            f"ahead={s.ahead} with layout={c.layout}, ragged={c.ragged}: expected k_last and not"
+            " ragged, whose rows are one run of memory and known without another wait"
+        )
     if 32 * s.warps > s.threads:
         return f"warps={s.warps} with threads={s.threads}: expected at most {s.threads // 32}"
     # Warps without rows of their own redo the last warp's, and in a second pass would overwrite what
@@ -95,6 +122,8 @@ def block_facts(c: Contract) -> Facts:
 def block(c: Contract, s: Knobs) -> Block:
     """Threads, and the shared memory that the kernel's allocations add up to."""
     tokens = block_facts(c)["tokens"]
+    if s.terms == 3:
+        tokens = max(tokens, 8)
     N = 4 if tokens <= 4 else 8 * (-(-tokens // 8))
     kda, update = c.op == "kda_decode", c.mode == "update"
     terms = 3 if kda else TERMS[c.input_dtype]
@@ -103,14 +132,17 @@ def block(c: Contract, s: Knobs) -> Block:
     # operands, Gram matrices, factors
     shared = 2 * (c.K + 8) * rows + 4 * (2 * N * N + 4 * N)
     if kda:
-        shared += 2 * (c.K + 8) * 2 * N if update else 0
+        shared += 2 * (c.K + 8) * s.terms * N if update else 0
         shared += 4 * c.K + 2 * tokens * c.K * ITEMSIZE[c.input_dtype] + 4 * tokens * c.K
     else:
         shared += 4 * (N + 4) + 8 * N
     # a line of each row of V
     lines = s.warps * s.rows
     shared += 4 * lines * (2 * N + 4)
-    if update:
+    if update and s.terms == 3:
+        # an odd number of 16 bytes
+        shared += 2 * lines * (3 * N + 8 + (8 if (3 * N + 8) // 8 % 2 == 0 else 0))
+    elif update:
         shared += 2 * lines * (2 * N if tokens <= 4 else 2 * N + 8)
     return Block(s.threads, shared)
 
@@ -130,6 +162,18 @@ def _whole_lines(c: Contract) -> list[Knobs]:
     return [Knobs(32, 4, lines=True)]
 
 
+def _ahead(c: Contract, device: Device) -> list[Knobs]:
+    """Settings that prefetch for later blocks, in bulk, which is there from Hopper on: 4% of a final
+    state's time from 4096 work units on (H200); a state that is only read loses by it.
+    """
+    if c.layout != "k_last" or c.ragged or c.mode == "frozen" or device.arch.startswith("sm_8"):
+        return []
+    if c.state_dtype == "fp32":
+        return [Knobs(16, 4, ahead=256)]
+    # of tiles of 64 rows the block that is as many requests behind is twice as many blocks behind
+    return [Knobs(32, 4, ahead=256), Knobs(16, 4, ahead=512)]
+
+
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
     # what won a cell with 4 or 8 tokens on an H200; two warps are for a V of 64
@@ -138,6 +182,9 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     if c.mode == "frozen":
         tried.append(Knobs(16, 4, passes=2, registers=96))
     tried += [dataclasses.replace(s, matrices=True) for s in tried] + _whole_lines(c)
+    tried += _ahead(c, device)
+    if wide_update(c):
+        tried = [dataclasses.replace(s, terms=3) for s in tried]
     return in_every_form([s for s in dict.fromkeys(tried) if not refuse(c, s)])
 
 
@@ -157,7 +204,8 @@ def elsewhere(c: Contract, s: Knobs, device: Device) -> Knobs:
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A rule for where no table speaks: few rows a block while the heads are few."""
     few = work_units < 2 * device.sm_count
-    settings = [Knobs(rows, w) for rows in (32, 16) for w in (4, 2, 1)]
+    terms = 3 if wide_update(c) else 2
+    settings = [Knobs(rows, w, terms=terms) for rows in (32, 16) for w in (4, 2, 1)]
     legal = [s for s in settings if not refuse(c, s)]
     if not legal:
         raise UnsupportedProblem(

@@ -62,9 +62,9 @@ def refuse(c: Contract, s: Knobs) -> str | None:
     registers = s.rows * c.K * size // 128
     if registers > 64:
         return f"the state takes {registers} registers a thread: expected at most 64"
-    if c.state_dtype == "fp32" and c.mode == "update":
+    if c.state_dtype != "bf16" and c.mode == "update":
         # a token alone, behind a decay that leaves nothing: 7e-6 of its row, of 4e-6 that may be
-        return "state_dtype=fp32 with mode=update: u has two bf16 terms, expected mode=frozen"
+        return f"state_dtype={c.state_dtype} with mode=update: u has two bf16 terms, expected mode=frozen"
     return None
 
 

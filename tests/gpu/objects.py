@@ -2,7 +2,8 @@
 GDNTUNE_BUNDLE=DIR pytest -m gpu.
 
 The tests also run without it where CuTe DSL is installed; a bundle is for machines that have a GPU
-and no compiler. `--list` for DIR prints the objects instead, one a line. tests/conftest.py holds
+and no compiler. `--list` for DIR prints the objects instead, one a line. `differential` behind ARCH:
+those of the differential run and of sanitize.py alone, a third of all. tests/conftest.py holds
 the tests to `contracts()`: one that would call another on a GPU fails on the CPU too.
 """
 
@@ -185,19 +186,30 @@ def objects(device: arch.Device) -> list[tuple[ObjectSpec, str]]:
     pairs = [(c, v) for c in contracts() for v in choices(c, device)]
     pairs += [(c, v) for c in DEPENDENT_CONTRACTS for v in choices(c, device, True)]
     pairs += [(c, v) for c in FLOOR_CONTRACTS for v in floors(c, device)]
-    for op in DIFFERENTIAL_CONTRACTS:
-        pairs += differential_variants(op)
-    found = [
-        (object_spec(kernels.get(v.kernel), c, v, device), kernels.get(v.kernel).compiler)
-        for c, v in pairs
-    ]
+    pairs += differential()
+    found = _objects(pairs, device)
     found += plan_objects(config.parse(test_faults_gpu.HONEST), device)
     return list({spec.key: (spec, compiler) for spec, compiler in found}.values())
 
 
-def main(folder: str, target: str = "sm_90a") -> None:
+def differential() -> list[tuple[Contract, Variant]]:
+    """What the differential run and sanitize.py call."""
+    return [pair for op in DIFFERENTIAL_CONTRACTS for pair in differential_variants(op)]
+
+
+def _objects(
+    pairs: list[tuple[Contract, Variant]], device: arch.Device
+) -> list[tuple[ObjectSpec, str]]:
+    return [
+        (object_spec(kernels.get(v.kernel), c, v, device), kernels.get(v.kernel).compiler)
+        for c, v in pairs
+    ]
+
+
+def main(folder: str, target: str = "sm_90a", what: str = "all") -> None:
     """Compiles and bundles them."""
-    wanted = objects(arch.target(target))
+    device = arch.target(target)
+    wanted = _objects(differential(), device) if what == "differential" else objects(device)
     if folder == "--list":
         for spec, _ in wanted:
             print(spec.key, spec.kernel, spec.label, spec.facts)
@@ -212,7 +224,7 @@ def main(folder: str, target: str = "sm_90a") -> None:
     print(f"{len(bundle.objects)} objects in {folder}")
     import ptx.build
 
-    if target == ptx.build.ARCH:
+    if target == ptx.build.ARCH and what == "all":
         builder = ptx.build.Builder(Path(folder))
         for contract, variant in interpreted_variants():
             builder.get(contract, variant)
@@ -220,4 +232,4 @@ def main(folder: str, target: str = "sm_90a") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

@@ -65,7 +65,7 @@ class Copies:
 def copy(i: Instruction, program: Program) -> Step:
     """cp.async of 4, 8 or 16 bytes by each thread, the waits for it, and L2's prefetch of many."""
     if i.parts[1:-1] == ("async", "bulk", "prefetch", "L2"):
-        return _prefetch(i, program)
+        return prefetch(i, program)
     if i.parts[1] != "async" or "bulk" in i.parts or "mbarrier" in i.parts:
         raise Unmodelled(i.text)
     if "commit_group" in i.parts:
@@ -83,9 +83,12 @@ def copy(i: Instruction, program: Program) -> Step:
     return _start(i, program)
 
 
-def _prefetch(i: Instruction, program: Program) -> Step:
-    """Brings nothing that a thread can see; a fault where the bytes are not the call's."""
-    source, count = address(i.operands[0], program), reader(i.operands[1], "u32", program)
+def prefetch(i: Instruction, program: Program) -> Step:
+    """Brings nothing that a thread can see; a fault where the bytes are not the call's. Without a
+    size: half a sector of a cache.
+    """
+    source = address(i.operands[0], program)
+    count = reader(i.operands[1] if len(i.operands) > 1 else "16", "u32", program)
 
     def run(grid: "Grid", threads: Threads) -> None:
         wide, at = threads.of(count(grid)), threads.of(source(grid))

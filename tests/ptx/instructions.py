@@ -136,7 +136,7 @@ TABLE: dict[str, Build] = {
     "movmatrix": warps.turn,
     "ldmatrix": warps.load_matrices,
     "stmatrix": warps.store_matrices,
-    "prefetch": _nothing,
+    "prefetch": copies.prefetch,
     "griddepcontrol": dependent.control,
     "membar": _nothing,
     "fence": _nothing,

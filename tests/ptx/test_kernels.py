@@ -5,7 +5,7 @@ import torch
 
 from gdntune import kernels, sol
 from gdntune.checking.cases import floor_case, make_case
-from gdntune.checking.check import Truth
+from gdntune.checking.check import TOLERANCE, Truth
 from gdntune.device import arch
 from gdntune.kernels import ring_config, wy_block_config
 from gdntune.problem import TYPES, Contract, Problem
@@ -41,7 +41,7 @@ def test_decode(row, builder):
     ("contract", "knobs"),
     [
         (Contract(tokens=8), wy_block_config.Knobs(16, 4, passes=2, lines=True)),
-        (KDA.replace(state_dtype="fp16"), wy_block_config.Knobs(32, 4, lines=True)),
+        (KDA.replace(state_dtype="fp16"), wy_block_config.Knobs(32, 4, lines=True, terms=3)),
     ],
     ids=("GDN", "KDA"),
 )
@@ -51,6 +51,53 @@ def test_states_in_whole_lines(contract, knobs, builder):
     case = truth.before.clone()
     variant = wy_block_config.KERNEL.variant(knobs)
     call.decode(builder.get(contract, variant), contract)(*case.arguments())
+    truth.judge(case).require()
+
+
+@pytest.mark.parametrize(
+    ("contract", "knobs"),
+    [
+        (Contract(tokens=3, gate="log", state_dtype="fp32"), {}),
+        (KDA.replace(gate="log", state_dtype="fp32", input_dtype="fp16"), {}),
+        (
+            Contract(tokens=3, gate="log", state_dtype="fp16", layout="v_last"),
+            {"matrices": True},
+        ),
+    ],
+    ids=("GDN", "KDA", "GDN, turned matrices"),
+)
+def test_a_state_of_one_token_alone(contract, knobs, builder):
+    """Fault: of 7,000 random problems 13 failed on a GPU, where a decay leaves nothing of a state that is
+    wider than bf16: two terms of u, and of KDA's keys, are 0.9 of what a row may lose, or more.
+    """
+    contract = contract.replace(ragged=True)
+    case = make_case(Problem(contract, 3, 2, 4), "cpu", 1, lengths=[1, 1, 1])
+    case.a.fill_(-200.0)
+    truth = Truth(case)
+    case = truth.before.clone()
+    variant = wy_block_config.KERNEL.variant(wy_block_config.Knobs(16, 4, terms=3, **knobs))
+    call.decode(builder.get(contract, variant), contract)(*case.arguments())
+    assert truth.judge(case).require().error < 0.4 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("contract", "knobs"),
+    [
+        (Contract(tokens=8), wy_block_config.Knobs(32, 2, ahead=4)),
+        (KDA.replace(mode="frozen", pool=False), wy_block_config.Knobs(16, 8, 256, ahead=2)),
+    ],
+    ids=("GDN", "KDA"),
+)
+def test_prefetch_for_later_blocks(contract, knobs, builder):
+    """What a block asks for ahead lies in tensors, padding and the last requests among it; the space asks farther ahead than any
+    grid here reaches.
+    """
+    problem = Problem(contract, 5, 1, 2)
+    truth = Truth(make_case(problem, "cpu", 0, padding=0.3 * contract.pool, slot_stride_pad=64))
+    case = truth.before.clone()
+    compiled = builder.get(contract, wy_block_config.KERNEL.variant(knobs))
+    assert "prefetch.L2" in compiled.ptx and "prefetch.global.L2" in compiled.ptx
+    call.decode(compiled, contract)(*case.arguments())
     truth.judge(case).require()
 
 
