@@ -153,7 +153,7 @@ def _whole_lines(c: Contract) -> list[Knobs]:
         return []
     if c.mode == "frozen":
         # 0.5 to 1% of time, T=8, then T=4
-        return [Knobs(32, 4, registers=r, lines=True) for r in (0, 128)] + [
+        return [Knobs(32, 4, registers=r, lines=True) for r in (0, 96, 128)] + [
             Knobs(16, 4, passes=2, registers=96, lines=True)
         ]
     if c.op == "gdn_decode":
@@ -180,7 +180,7 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     tried = [Knobs(rows, 4, registers=r) for rows, r in ((32, 0), (32, 128), (16, 0), (16, 96))]
     tried += [Knobs(16, 8, 256), Knobs(16, 2)]
     if c.mode == "frozen":
-        tried.append(Knobs(16, 4, passes=2, registers=96))
+        tried += [Knobs(16, 4, passes=2, registers=96), Knobs(32, 4, registers=96)]
     tried += [dataclasses.replace(s, matrices=True) for s in tried] + _whole_lines(c)
     tried += _ahead(c, device)
     if wide_update(c):
