@@ -171,7 +171,10 @@ def _ahead(c: Contract, device: Device) -> list[Knobs]:
     if c.state_dtype == "fp32":
         return [Knobs(16, 4, ahead=256)]
     # of tiles of 64 rows the block that is as many requests behind is twice as many blocks behind
-    return [Knobs(32, 4, ahead=256), Knobs(16, 4, ahead=512)]
+    found = [Knobs(32, 4, ahead=256), Knobs(16, 4, ahead=512)]
+    if c.state_dtype == "bf16":
+        found += [dataclasses.replace(s, ahead=256) for s in _whole_lines(c)]
+    return found
 
 
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
