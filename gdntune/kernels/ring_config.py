@@ -92,7 +92,7 @@ def block(c: Contract, s: Knobs) -> Block:
     shared += 2 * (c.K + 8) * terms * c.ring - 4 * s.warps * s.rows * (2 * N + 4)
     tiles = -(-N // 8)
     columns = 1 if N == 4 else 2 * tiles
-    shared += 128 * 2 * columns * tiles
+    shared += 128 * (3 * columns * tiles + 1)
     # sums of 32 lanes over each part of K
     shared += max(threads // 32, c.ring // 8) * 256 * columns
     shared += s.shared * s.warps * s.rows * c.K * ITEMSIZE[c.state_dtype]

@@ -117,13 +117,13 @@ def test_kernels_serve_rings_or_none():
 
 def test_shared_memory_is_what_is_allocated():
     """Of the configs' shapes: operands, Gram matrices, factors, squares, decays, keys for a fold,
-    matrices of two terms, sums of each half of K where four warps share 16 entries, and the state
+    matrices of three terms, sums of each half of K where four warps share 16 entries, and the state
     where it waits there.
     """
     c = Contract(tokens=4, ring=16)
     rows, N = 8 + 1, 4
     operands = 2 * 136 * rows + 4 * (2 * N * N + 4 * N + (N + 4)) + 8 * N
-    expected = operands + 2 * 136 * 16 + 128 * 2
+    expected = operands + 2 * 136 * 16 + 128 * (3 + 1)
     for warps, shared, parts in ((4, False, 2), (4, True, 2), (2, True, 1)):
         knobs = ring_config.Knobs(32, warps, 32 * warps, shared=shared)
         state = 2 * 128 * 32 * warps if shared else 0
