@@ -126,7 +126,8 @@ class Chain:
         if problem.contract.conv_input == "interleaved":
             # a and b are one tensor, and the output's gate is beside q, k and v
             flowing = {n: flowing[n] for n in ("output", "mixed_qkv")}
-            flowing["beside"] = first.b._base
+            b = first.b
+            flowing["beside"] = b.as_strided((*b.shape[:2], 2 * b.shape[2]), b.stride())
         if packed:
             rows = [x.reshape(-1, x.shape[2] * x.shape[3]) for x in (first.q, first.k, first.v)]
             flowing[PACKED] = torch.cat(rows, dim=1)

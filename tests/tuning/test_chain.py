@@ -13,6 +13,7 @@ from fakes import library
 from fakes.recorder import FakeRecorder
 
 from gdntune import kernels, sol
+from gdntune.checking.cases import make_case
 from gdntune.device import arch
 from gdntune.errors import MeasurementError, UnsupportedProblem
 from gdntune.peers import Bound, Entry
@@ -183,6 +184,20 @@ def test_a_kernel_may_write_the_inputs():
     made.cases[2].q.zero_()
     made.produce(2)
     assert len(copied) == 1 and made.cases[2].q.equal(before)
+
+
+def test_rows_of_heads_side_by_side():
+    """Bug: a and b were views of a tensor of other dimensions, so that a layer's gates were others'."""
+    contract = Contract(norm="silu", conv="silu", conv_input="interleaved")
+    made = Chain(Problem(contract, 3, 2, 6), "cpu", 3)
+    made.produce(2)
+    names = ("mixed_qkv", "a", "b", "output_gate")
+    gap = chain.SLOT_GAP_BYTES // ITEMSIZE[contract.state_dtype]
+    want = make_case(Problem(contract, 3, 2, 6), settled=False, slot_stride_pad=gap)
+    for name in names:
+        got, kept = getattr(made.cases[2], name), getattr(want, name)
+        assert got.shape == kept.shape and got.stride() == kept.stride()
+        assert torch.equal(got, kept), name
 
 
 @pytest.mark.parametrize(
