@@ -68,7 +68,7 @@ def test_states_in_whole_lines(contract, knobs, builder):
 )
 def test_a_state_of_one_token_alone(contract, knobs, builder):
     """Fault: of 7,000 random problems 13 failed on a GPU, where a decay leaves nothing of a state that is
-    wider than bf16: two terms of u, and of KDA's keys, are 0.9 of what a row may lose, or more.
+    wider than bf16: with two terms of u, and of KDA's keys, this case loses 1.9 of what a row may.
     """
     contract = contract.replace(ragged=True)
     case = make_case(Problem(contract, 3, 2, 4), "cpu", 1, lengths=[1, 1, 1])
