@@ -99,11 +99,16 @@ def block(c: Contract, s: Knobs) -> Block:
     return Block(threads, shared)
 
 
+def _cap(c: Contract) -> int:
+    """Registers a thread where states are in shared memory: many corrections and tokens spill at 96."""
+    return 0 if c.ring > 16 and c.tokens > 4 else 96
+
+
 def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first: all of a head a block, then less of it for few heads."""
     # blocks of two warps: fewer wait at a barrier
-    small = Knobs(32, 2, 64, registers=96, shared=True)
-    shared = Knobs(32, 4, registers=96, shared=True, late=True)
+    small = Knobs(32, 2, 64, registers=_cap(c), shared=True)
+    shared = Knobs(32, 4, registers=_cap(c), shared=True, late=True)
     most = Knobs(32, 4, registers=128, late=True)
     tried = [small]
     for s in (dataclasses.replace(small, late=True), shared, most):
@@ -120,9 +125,9 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A rule for where no table speaks: what was fastest on an H200."""
     if work_units < 8 * device.sm_count:
-        wanted = [Knobs(32, 4, registers=96, shared=True, late=True)]
+        wanted = [Knobs(32, 4, registers=_cap(c), shared=True, late=True)]
     else:
-        wanted = [Knobs(32, 2, 64, registers=96, shared=True, late=True)]
+        wanted = [Knobs(32, 2, 64, registers=_cap(c), shared=True, late=True)]
     wanted += [Knobs(16, 4, shared=True)]
     smaller = [Knobs(rows, w) for w in (4, 2, 1) for rows in (32, 16)]
     legal = [s for s in (*wanted, *smaller) if not refuse(c, s)]
