@@ -123,10 +123,16 @@ def differential_variants(op: str) -> list[tuple[Contract, Variant]]:
         ]
         if not wanted:
             break
-        # under this policy with every form of dependent launch
-        drawable = (k.variants(contract, device, "chain") for k in wanted)
-        if by_kernel := [variants for variants in drawable if variants]:
-            variant = pick.choice(pick.choice(by_kernel))
+        # Under this policy with every form of dependent launch. Settings: to make a variant of each
+        # took most of the time.
+        drawable = {
+            k: [s for s in k.space(contract, device) if k.under(s, "chain")]
+            for k in wanted
+            if k.takes(contract)
+        }
+        if by_kernel := [(k, settings) for k, settings in drawable.items() if settings]:
+            kernel, settings = pick.choice(by_kernel)
+            variant = kernel.variant(pick.choice(settings))
             found.append((contract, variant))
             drawn[variant.kernel] += 1
     return found
