@@ -169,16 +169,22 @@ def refuse(c: Contract, s: Knobs) -> str | None:
     return None
 
 
-def _candidates(c: Contract) -> list[Knobs]:
+def _candidates(c: Contract) -> tuple[Knobs, ...]:
     wide = 16 // ITEMSIZE[c.state_dtype]
     k_last = c.layout == "k_last"
-    loop = compiled_tokens(c) > 1
-    return [
+    vectors = (wide,) if k_last and c.K % 64 == 0 else (wide, wide // 2)
+    return _all_of(vectors, k_last, compiled_tokens(c) > 1)
+
+
+@functools.cache
+def _all_of(vectors: tuple[int, ...], k_last: bool, loop: bool) -> tuple[Knobs, ...]:
+    """Thousands, of a few kinds of contracts: made once."""
+    return tuple(
         Knobs(tile_v, ilp, vec, lanes, threads, split, run, early, fence, spread, heads, registers)
         for early in (True, False)
         for fence in ((False, True) if early and not loop else (False,))
         for threads in ((128, 64, 256, 32) if k_last else (128, 64, 256, 512))
-        for vec in ((wide,) if k_last and c.K % 64 == 0 else (wide, wide // 2))
+        for vec in vectors
         for lanes in ((16, 8, 32, 4) if k_last else (4, 8, 2, 16, 1))
         for ilp in ((1, 2, 4, 8) if k_last else (1,))
         for split in ((1,) if k_last else (1, 2, 4, 8, 16))
@@ -187,7 +193,7 @@ def _candidates(c: Contract) -> list[Knobs]:
         for heads in ((False,) if loop else (False, True))
         for registers in ((0,) if k_last != loop else (0, 96) if k_last else (0, 64))
         for tile_v in (8, 16, 32, 64, 128)
-    ]
+    )
 
 
 class _Tried(NamedTuple):
