@@ -23,7 +23,7 @@ from gdntune.problem import Contract
 KDA = Contract(op="kda_decode", gate="softplus")
 BLACKWELL = arch.target("sm_100a")
 WY_FP32 = Contract(tokens=8, state_dtype="fp32", mode="frozen")
-WY_K96 = Contract(tokens=8, state_dtype="fp16", K=96, V=192, gate="log", pool=False)
+WY_K96 = Contract(tokens=8, state_dtype="fp16", mode="frozen", K=96, V=192, gate="log", pool=False)
 WY_K256 = Contract(tokens=8, K=256, V=32)
 # kernel, contract, knobs: every allocation of the kernels, alone and together, and every kind of
 # contract

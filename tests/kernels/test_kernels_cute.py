@@ -55,7 +55,7 @@ WY_CONTRACTS = {
     "T=16, ragged": Contract(tokens=16, ragged=True),
     "T=8, fp32 state, frozen": Contract(tokens=8, state_dtype="fp32", mode="frozen"),
     "T=8, fp16 state, K=96": Contract(
-        tokens=8, state_dtype="fp16", K=96, V=192, gate="log", pool=False
+        tokens=8, state_dtype="fp16", mode="frozen", K=96, V=192, gate="log", pool=False
     ),
     "T=8, K=256": Contract(tokens=8, K=256, V=32),
 }
