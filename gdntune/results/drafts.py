@@ -40,8 +40,8 @@ def estimate(table: Table, contract: Contract, work_units: int) -> Estimate | No
     if found is None:
         return None
     rule, _ = found
-    # the nearest rule may write a state where the contract has none
-    if rule.when.mode != contract.mode:
+    # the nearest rule may write other states than the contract
+    if _written(rule.when) != _written(contract):
         return None
     cells = {e.work_units: e.time_us for i in rule.intervals for e in i.evidence}
     if not cells:
@@ -61,6 +61,11 @@ def estimate(table: Table, contract: Contract, work_units: int) -> Estimate | No
         time_us = cells[low] + share * (cells[high] - cells[low])
         how = f"between {low} and {high}"
     return Estimate(time_us, rule.when.key(), how)
+
+
+def _written(contract: Contract) -> tuple[str, bool]:
+    """The final state, and whether there is one of each token."""
+    return contract.mode, contract.intermediate != "none"
 
 
 def _timed(table: Table, contract: Contract) -> bool:

@@ -175,8 +175,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The rules that could serve a contract, the nearest first.
 
         Op, K, V, layout and the state's item size must agree. Then the order is: state_dtype,
-        intermediate, mode, the ratio of tokens, ragged, pool, accepted; then how many of the fields
-        that hardly matter differ; then the table's order.
+        intermediate (the same, then whether there are any), mode, the ratio of tokens, ragged, pool,
+        accepted; then how many of the fields that hardly matter differ; then the table's order.
         """
         served = [r for r in self.rules if could_serve(r.when, contract)]
         return sorted(served, key=lambda r: _distance(r.when, contract))
@@ -413,7 +413,12 @@ def _distance(when: Contract, contract: Contract) -> tuple[float, ...]:
     def apart(name: str) -> float:
         a, b = getattr(when, name), getattr(contract, name)
         # Tokens by ratio: from 1 to 2 changes a kernel more than from 7 to 8.
-        return abs(math.log2(a / b)) if name == "tokens" else float(a != b)
+        if name == "tokens":
+            return abs(math.log2(a / b))
+        # A state a token is most of a call's bytes, wherever it goes.
+        if name == "intermediate" and a != b:
+            return 1.0 if "none" in (a, b) else 0.5
+        return float(a != b)
 
     return (*(apart(name) for name in _NEARNESS), sum(apart(name) for name in _INDIFFERENT))
 

@@ -292,6 +292,12 @@ BASE = Contract(tokens=2)
         (BASE.replace(state_dtype="fp16"), [BASE], 0),
         (BASE.replace(mode="frozen"), [BASE, BASE.replace(mode="frozen", tokens=8)], 1),
         (BASE.replace(intermediate="dense"), [BASE, BASE.replace(intermediate="dense", mode="frozen")], 1),
+        # a state a token weighs more than where it goes: outputs alone once served what writes each token's state
+        (
+            BASE.replace(intermediate="slots", mode="frozen"),
+            [BASE.replace(mode="frozen"), BASE.replace(intermediate="indexed", mode="frozen", ragged=True)],
+            1,
+        ),
         (BASE.replace(ragged=True, tokens=4), [BASE.replace(ragged=True), BASE.replace(tokens=4)], 1),
         (BASE.replace(gate="log"), [BASE.replace(tokens=4), BASE], 1),
         (BASE.replace(gate="log"), [BASE, BASE.replace(gate="log")], 1),

@@ -63,6 +63,13 @@ def test_a_ring_is_a_rule_of_its_own():
     assert not any("ring" in w.name for w in eight)
 
 
+def test_outputs_alone_do_not_stand_for_a_state_per_token():
+    """Where no rule writes each token's state, that way has no estimate: of KDA it once had the time of outputs alone."""
+    few = msgspec.structs.replace(H200, rules=[r for r in H200.rules if r.when.intermediate == "none"])
+    assert few.find(FOUR.replace(mode="frozen", intermediate="slots"), 64)
+    assert [w.name for w in drafts.ways(few, FOUR, 64, 0.7, 36)] == ["raw window"]
+
+
 def test_tokens_that_are_kept():
     """1 + p + p^2 + p^3 of four."""
     for rate, kept in ((0.0, 1), (0.5, 1.875), (1.0, 4)):
