@@ -100,12 +100,12 @@ SETTINGS = {
     "wy_block, KDA, fp32": (
         "wy_block",
         KDA.replace(tokens=8, state_dtype="fp32"),
-        wy_block_config.Knobs(16, 8, threads=256),
+        wy_block_config.Knobs(16, 8, threads=256, terms=3),
     ),
     "wy_block, KDA, fp16, v_last, K=64": (
         "wy_block",
         KDA.replace(tokens=4, layout="v_last", input_dtype="fp16", state_dtype="fp16", K=64, V=64),
-        wy_block_config.Knobs(16, 4, threads=256),
+        wy_block_config.Knobs(16, 4, threads=256, terms=3),
     ),
     "wy_block, K=256, no pool": (
         "wy_block",
