@@ -22,7 +22,9 @@ ACTIVATIONS = {"silu": "silu", "identity": None}
 
 def alone(c: Contract) -> Contract:
     """The contract of the delta rule alone."""
-    return c.replace(norm="none", norm_weight_dtype="fp32", conv="none")
+    plain = Contract()
+    parts = [f for f in Contract.__struct_fields__ if f.startswith(("norm", "conv"))]
+    return c.replace(**{name: getattr(plain, name) for name in parts})
 
 
 def refuse_step(

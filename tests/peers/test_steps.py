@@ -12,7 +12,7 @@ from gdntune import peers
 from gdntune.checking.cases import make_case
 from gdntune.peers import spec, steps, vllm
 from gdntune.peers.compare import Expected
-from gdntune.problem import Contract, Problem
+from gdntune.problem import Contract, Problem, contract_fault
 from gdntune.tuning import config
 
 STEP = {"norm": "silu", "conv": "silu"}
@@ -251,6 +251,14 @@ def test_a_step_agrees_with_the_reference(libraries, peer, name, contract, sizes
         bound.call()
         again = expected.judge(case, bound, returned)
         assert not again.ok and "windows of request" in again.worst
+
+
+@pytest.mark.parametrize("conv_window", ["ring", "shifted", "dims_first"])
+def test_the_delta_rule_alone_has_nothing_of_the_parts_around_it(conv_window):
+    """Its contract is a legal one: on a GPU that of shifted windows kept `conv_window` and was refused."""
+    whole = Contract(**STEP, conv_window=conv_window, conv_width=3, conv_bias=True)
+    assert steps.alone(whole) == Contract()
+    assert contract_fault(steps.alone(whole)) is None
 
 
 def test_what_is_served_of_a_layer():
