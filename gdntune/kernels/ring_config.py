@@ -124,11 +124,14 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
 
 def default(c: Contract, work_units: int, device: Device) -> Knobs:
     """A rule for where no table speaks: what was fastest on an H200."""
-    if work_units < 8 * device.sm_count:
-        wanted = [Knobs(32, 4, registers=_cap(c), shared=True, late=True)]
+    half = Knobs(16, 4, shared=True)
+    if c.state_dtype == "fp32":
+        wanted = [half]
+    elif work_units < 2 * device.sm_count:
+        wanted = [Knobs(16, 4, registers=96) if c.tokens <= 4 else half]
     else:
-        wanted = [Knobs(32, 2, 64, registers=_cap(c), shared=True, late=True)]
-    wanted += [Knobs(16, 4, shared=True)]
+        wanted = [Knobs(32, 4, registers=_cap(c), shared=True, late=True, prefetch=AHEAD)]
+    wanted += [Knobs(32, 4, registers=128, late=True, prefetch=AHEAD), half]
     smaller = [Knobs(rows, w) for w in (4, 2, 1) for rows in (32, 16)]
     legal = [s for s in (*wanted, *smaller) if not refuse(c, s)]
     if not legal:
