@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdntune.report.peers import PREFIX, kind, label, rivals, slower
+from gdntune.report.peers import PREFIX, compared, kind, label, rivals, slower
 from gdntune.report.words import POWER_MARK, geometric_mean
 from gdntune.results.frame import frame
 from gdntune.results.samples import LoadedRun, load
@@ -41,6 +41,21 @@ RINGS = {
     "bench-ring.chain.jsonl.xz": "in a chain of layers",
 }
 WHERE = {ALONE: "alone", AS_CALLED: "as engines call it", CHAIN: "in a chain", **STEPS, **RINGS}
+# Those that have a table of verdicts, and its corner.
+VERDICTS = {
+    AS_CALLED: "as engines call them",
+    CHAIN: "in a chain",
+    **{name: f"a layer's step, {policy}" for name, policy in STEPS.items()},
+    **{name: f"drafts behind a ring, {policy}" for name, policy in RINGS.items()},
+}
+# Of a cell's words, what a page says instead.
+_WORDS = {
+    "gdn_decode": "GDN",
+    "kda_decode": "KDA",
+    " frozen none": " outputs alone",
+    " frozen slots": " a slot a token",
+    ", at the power limit": " (at the power limit)",
+}
 # What a choice may lose in the shipped tables, as tables/README.md says; journals have the sweeps'.
 REGRET = 0.005
 BATCHES = (1, 16, 64, 256, 512)
@@ -139,6 +154,9 @@ def tables(results: Path) -> Iterator[str]:
         for gpu, folder in GPUS.items():
             if paths := _journals(results / folder, name):
                 yield by_batch(_bench(tuple(paths)), f"{gpu}, {policy}")
+    for (name, what), (gpu, folder) in itertools.product(VERDICTS.items(), GPUS.items()):
+        if paths := _journals(results / folder, name):
+            yield verdicts(_bench(tuple(paths)), f"{gpu}, {what}")
     yield readme(called[HEADLINE], chains[HEADLINE])
 
 
@@ -235,6 +253,34 @@ def beside_others(found: dict[str, _Bench], corner: str = "") -> str:
             words = group.words.replace("{T}", _tokens(tokens))
             rows.append([words, *map(_over, cells)])
     return _markdown(headers, rows)
+
+
+def verdicts(bench: _Bench, corner: str) -> str:
+    """Each library's cells: theirs over ours by means, geometric mean with its 95% bootstrap
+    interval; the worst by medians; how many are FASTER, TIE, SLOWER, UNCLEAR for ours.
+    """
+    counts = ("FASTER", "TIE", "SLOWER", "UNCLEAR")
+    rows = []
+    for found in compared(bench.rows, [r for run in bench.runs for r in run.records]):
+        if found["mean_ratio"]:
+            mean, low, high = found["mean_ratio"]
+            peer = found["peer"].split()[0]
+            rows.append(
+                [
+                    {**PEERS, **APART}.get(peer, peer),
+                    str(found["cells"]),
+                    f"{mean:.3f} ({low:.3f} to {high:.3f})",
+                    f"{found['worst']:.3f}: {_plain(found['worst_cell'])}",
+                    *(str(found[name]) for name in counts),
+                ]
+            )
+    return _markdown([corner, "cells", "mean (95% interval)", "worst", *counts], rows)
+
+
+def _plain(cell: str) -> str:
+    for code, words in _WORDS.items():
+        cell = cell.replace(code, words)
+    return cell
 
 
 def by_batch(bench: _Bench, corner: str) -> str:
