@@ -234,13 +234,12 @@ class _Form(NamedTuple):
     registers: int = 0
     group: int = 1
     stores: str = "plain"
-    beyond: int = 0
 
 
 # What won somewhere, or was within 1% of it, on an H200 with H=16, HV=64, K=V=128, bf16 and fp32
 # states, B=1 to 256, in a chain, with and without dependent launch: of one token, of several, of
 # windows that are shifted. Left out, though legal: rows that are not spread, 8 or 32 lanes, four
-# heads a block of a ring, more chunks on their way in registers. `beyond` was not measured yet.
+# heads a block of a ring, more chunks on their way in registers, and `beyond`, which won nowhere.
 _ONE = (
     _Form(256, 4),
     _Form(256, 4, 64),
@@ -251,7 +250,6 @@ _ONE = (
     _Form(128, 4, ahead=2, copied=True, registers=80),
     _Form(128, 4, ahead=2, copied=True, registers=80, stores="first"),
     _Form(128, 8, ahead=2, copied=True),
-    _Form(128, 8, ahead=2, copied=True, beyond=512),
     _Form(128, 2, ahead=4, copied=True, registers=64),
 )
 _SEVERAL = (
@@ -261,7 +259,6 @@ _SEVERAL = (
     _Form(256, 4, 64, registers=64),
     _Form(128, 8, 64),
     _Form(128, 8, 64, stores="first"),
-    _Form(128, 8, 64, beyond=512),
     _Form(128, 8, ahead=2, copied=True),
     _Form(128, 8, ahead=2, copied=True, stores="first"),
 )
@@ -271,7 +268,6 @@ _ONE_SHIFTED = (
     _Form(128, 8, ahead=2, copied=True, share=2, group=4),
     _Form(256, 4, share=SHIFTED_HEADS),
     _Form(128, 4, share=SHIFTED_HEADS),
-    _Form(128, 4, share=SHIFTED_HEADS, beyond=128),
     _Form(128, 8, ahead=2, copied=True, share=SHIFTED_HEADS),
 )
 _SEVERAL_SHIFTED = (
@@ -295,11 +291,11 @@ def _measured(c: Contract, device: Device) -> list[Knobs]:
         Knobs(
             f.tile_v or c.V, f.ilp, 16 // ITEMSIZE[c.state_dtype], 16, f.threads, early=True,
             spread=True, registers=f.registers, ahead=f.ahead, copied=f.copied,
-            share=f.share, group=f.group, stores=f.stores, beyond=f.beyond,
+            share=f.share, group=f.group, stores=f.stores,
             row=c.intermediate == "slots",
         )
         for f in forms
-        if _has_clusters(device) or not (f.tile_v or f.group > 1 or f.beyond)
+        if _has_clusters(device) or not (f.tile_v or f.group > 1)
     ]  # fmt: skip
     return [s for s in dict.fromkeys(found) if not refuse(c, s)]
 
