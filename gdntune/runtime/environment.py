@@ -3,15 +3,17 @@
 import os
 from pathlib import Path
 
-# Name and meaning; docs/runtime.md shows this table, and a test holds the two together.
-VARIABLES = {
-    "GDNTUNE_TABLE": "a table's file that goes before the user's and the shipped ones",
-    "GDNTUNE_BUNDLE": f"folders of compiled objects, separated by {os.pathsep!r}",
-    "GDNTUNE_CHECK": "1 checks indices, counts and duplicates at each call; it synchronises",
-    "GDNTUNE_LOG": "debug, info, warning or error: prints gdntune's log to stderr from that level",
-    "GDNTUNE_VLLM": "1 makes vLLM's layers decode by gdntune, by its plug-in",
-    "GDNTUNE_SGLANG": "1 makes SGLang's dispatchers decode by gdntune, by its plug-in",
-}
+# docs/reference.md says what each means, and a test that all stand there.
+VARIABLES = frozenset(
+    {
+        "GDNTUNE_TABLE",
+        "GDNTUNE_BUNDLE",
+        "GDNTUNE_CHECK",
+        "GDNTUNE_LOG",
+        "GDNTUNE_VLLM",
+        "GDNTUNE_SGLANG",
+    }
+)
 
 
 def _get(name: str) -> str:

@@ -84,21 +84,22 @@ def copy(i: Instruction, program: Program) -> Step:
 
 
 def prefetch(i: Instruction, program: Program) -> Step:
-    """Brings nothing that a thread can see; a fault where the bytes are not the call's. Without a
-    size: half a sector of a cache.
+    """Brings nothing that a thread can see; a fault where the bytes are not the call's. Of many bytes
+    address and size are multiples of 16; without a size it is the line that has this byte.
     """
     source = address(i.operands[0], program)
-    count = reader(i.operands[1] if len(i.operands) > 1 else "16", "u32", program)
+    many = len(i.operands) > 1
+    count, unit = reader(i.operands[1] if many else "1", "u32", program), 16 if many else 1
 
     def run(grid: "Grid", threads: Threads) -> None:
         wide, at = threads.of(count(grid)), threads.of(source(grid))
-        if (wide % 16).any() or (at % 16).any():
+        if (wide % unit).any() or (at % unit).any():
             raise Fault(f"{i.text}: expected multiples of 16 bytes")
         for n in range(len(threads.lanes)):
             one = Threads.of_lanes(threads.lanes[n : n + 1], grid.size)
-            every = np.arange(at[n], at[n] + wide[n], 16)
+            every = np.arange(at[n], at[n] + wide[n], unit)
             where = grid.where(i, one)
-            grid.memory.require(every, 16, lambda _, where=where: where(0))
+            grid.memory.require(every, unit, lambda _, where=where: where(0))
 
     return Step(run)
 

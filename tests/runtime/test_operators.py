@@ -1,7 +1,6 @@
 """The public functions under torch.compile and torch.export, the operators' schemas, and plans."""
 
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import gdntune
 from gdntune.checking.cases import make_case
 from gdntune.errors import CaptureError
 from gdntune.problem import Contract, Problem
-from gdntune.runtime import dispatch, environment
+from gdntune.runtime import dispatch
 
 
 def both(name, run):
@@ -73,13 +72,6 @@ def test_eager_calls_pass_the_dispatcher_by(monkeypatch):
     function(**make())
     monkeypatch.delattr("gdntune.runtime.traced.run")
     function(**make())
-
-
-def test_the_environment_is_documented():
-    """docs/runtime.md has the table of variables that the runtime reads."""
-    text = (Path(__file__).parents[2] / "docs" / "runtime.md").read_text()
-    for name, meaning in environment.VARIABLES.items():
-        assert f"| `{name}` | {meaning} |" in text
 
 
 def plan_call(case):
