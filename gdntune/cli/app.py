@@ -210,6 +210,9 @@ def sweep(
 def bench(
     config: ConfigFile,
     part: PartNames = None,
+    batch: Batch = None,
+    tokens: Tokens = None,
+    heads: Heads = None,
     own_kernels: OwnKernels = None,
     peers: Annotated[
         str,
@@ -270,7 +273,7 @@ def bench(
         from gdntune.objects.store import Store
         from gdntune.tuning import bench
 
-        wanted = config_of(config, part, own_kernels)
+        wanted = config_of(config, part, own_kernels, batch=batch, tokens=tokens, heads=heads)
         shared, found = devices_of(wanted, device, index, devices, executor)
         folder = out or Path("results") / f"{wanted.name}-bench"
         outcome = bench.bench(

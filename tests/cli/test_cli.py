@@ -13,6 +13,7 @@ from commands import ROOT, config, refused, run
 
 from gdntune import __version__, search
 from gdntune.cli.app import app
+from gdntune.errors import GdntuneError
 
 
 def commands(command=None, path=()):
@@ -207,6 +208,23 @@ def test_a_config_of_a_near_name(command):
         run(command, "quickstar", *extra),
         "quickstar: no such file or named config (did you mean `quickstart`?)",
     )
+
+
+@pytest.mark.parametrize("command", ["sweep", "bench"])
+def test_sizes_instead_of_the_configs(monkeypatch, command):
+    """Fault: a bench took no --batch, --tokens and --heads, which a sweep does."""
+    seen = []
+
+    def stop(wanted, *_, **__):
+        seen.append(wanted)
+        raise GdntuneError("seen")
+
+    module = {"sweep": "gdntune.search.sweep", "bench": "gdntune.tuning.bench.bench"}[command]
+    monkeypatch.setattr(module, stop)
+    sizes = ("--batch", "2,3", "--tokens", "1", "--heads", "1,2")
+    assert "seen" in run(command, "quickstart", "--device", "cpu", *sizes).stderr
+    problems = seen[0].all_problems()
+    assert {(p.B, p.contract.tokens, p.H, p.HV) for p in problems} == {(2, 1, 1, 2), (3, 1, 1, 2)}
 
 
 def test_doctor():
