@@ -203,7 +203,7 @@ def _narrowed(
     """Samples with as many more as narrow the intervals of all ratios to the choice's, or fit
     before `ends`; the widest interval, and what ended it. more: samples of another turn of rounds.
     """
-    turn = 0.0
+    turn, each = 0.0, len(finals[choice])
     while True:
         widest = widest_interval(finals[choice], finals[:choice] + finals[choice + 1 :])
         rounds = len(finals[choice])
@@ -216,8 +216,21 @@ def _narrowed(
         if began + turn >= ends:
             said = f"intervals within {widest:.1%} when the cell's time ended"
             return finals, widest, f"{said}, after {rounds} samples"
-        finals = [mine + its for mine, its in zip(finals, more(), strict=True)]
-        turn = time.perf_counter() - began
+        for _ in range(_turns(rounds, each, widest / precision)):
+            finals = [mine + its for mine, its in zip(finals, more(), strict=True)]
+            now = time.perf_counter()
+            turn, began = now - began, now
+            if now + turn >= ends:
+                break
+
+
+def _turns(samples: int, each: int, over: float) -> int:
+    """How many turns of `each` samples to take before intervals, `over` times too wide with
+    `samples`, are worked out again, while a GPU waits. They narrow with the root of the samples;
+    four fifths of what that asks for, since an interval is itself uncertain, and at most as many as
+    there are.
+    """
+    return max(1, int(samples * min(0.8 * (over**2 - 1), 1.0) / each))
 
 
 def _screened(
