@@ -1,22 +1,11 @@
 """A layer's step in one launch: convolution, gated delta rule and gated RMSNorm, each end where the contract has it.
 
-The delta rule is `recurrent`'s, which finds its inputs and leaves its outputs in shared memory.
+The delta rule is `recurrent`'s, which finds its inputs and leaves its outputs in shared memory; the convolution ahead of it is
+`layer_conv`'s, the norm behind it `layer_norm`'s, and the state's rows on their way `layer_rows`'.
 
-A norm needs all of a head's V. So a block has a whole head, in chunks of rows, and its outputs go to shared memory in fp32. Behind
-one barrier each warp takes a token: o rsqrt(mean(o^2) + eps) weight gate(z), rounded once. The barrier stands behind the state's
-stores, which nobody waits for: what the norm adds is what a warp needs for V values in shared memory. Where a batch has fewer heads
-than the GPU has SMs, V is split over a cluster's blocks, which send one another their sums of squares by st.async.
-
-Large batches want bytes in flight (`layer_rows`): `ahead` chunks of rows are asked for before the first is used, and of a q/k head's
-value heads `share` go through one block, as one tile of so many times V: they convolve q and k once, and one head's first rows are
-on their way while the last one's are worked on.
-
-Windows are rings: new rows go where no block reads, so the blocks of a q/k head need not wait for one another, and drafts that were
-not accepted are taken back by the position alone. Each block convolves the head's 2 K channels anew, beside its own rows of V; one of
-them stores the new rows.
-
-Windows that are shifted in place are read by all blocks of a q/k head before one of them moves it on: these are one block, or a
-cluster whose blocks say that they have read it, which the one that stores waits for at its end.
+Large batches want bytes in flight: `ahead` chunks of rows are asked for before the first is used, and of a q/k head's value heads
+`share` go through one block, as one tile of so many times V: they convolve q and k once, and one head's first rows are on their way
+while the last one's are worked on.
 """
 
 from typing import Any, NamedTuple
@@ -28,52 +17,14 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from gdntune.kernels import decode, gates, layer_rows, recurrent
+from gdntune.kernels import decode, layer_norm, recurrent
+from gdntune.kernels.layer_conv import Conv
+from gdntune.kernels.layer_norm import Norm
 from gdntune.kernels.recurrent import Block, Kept, Operands, Options, Read, Thread
 
 F32 = Float32
 # More elements than any row has: a view's last dimension is no bound.
 MANY = 1 << 24
-
-
-class Conv(NamedTuple):
-    """A call's convolution: its tensors, the q/k heads, the rows of a ring, and the value heads of a q/k head."""
-
-    mixed: Any
-    state: Any
-    weight: Any
-    bias: Any
-    position: Any
-    H: Any
-    rows: Any
-    ratio: Any
-
-
-class Taps(NamedTuple):
-    """Of a thread's channels: their numbers, where they are in a token's row, weights and biases."""
-
-    channels: Any
-    places: Any
-    weight: Any
-    bias: Any
-
-
-class Norm(NamedTuple):
-    """What a block's norm has: rows of outputs in shared memory, weight times gate in registers, the output, epsilon.
-
-    own, squares: registers for a warp's rows and their sums of squares. sums, arrived: of a cluster, each block's sums of each token,
-    and the mbarrier that counts their bytes. block: where the output's rows are.
-    """
-
-    rows: Any
-    gate: Any
-    output: Any
-    eps: Any
-    own: Any
-    squares: Any
-    sums: Any
-    arrived: Any
-    block: Any
 
 
 class Shared(NamedTuple):
@@ -91,39 +42,15 @@ class Brought(NamedTuple):
     rows: Any
 
 
-class Layer(layer_rows.Rows):
+class Layer(layer_norm.Normed):
     """The compile-time facts of one object."""
 
     def __init__(self, facts: dict, knobs: dict):
-        # Heads of one q/k head lie one behind the other in states, v and outputs: to the delta rule they are rows of one tile.
-        self.share, self.tile = knobs["share"], knobs["tile_v"]
-        super().__init__(facts, {**knobs, "tile_v": self.tile * self.share})
-        self.norm, self.conv, self.width = facts["norm"], facts["conv"], facts["conv_width"]
-        self.normed, self.convolves = self.norm != "none", self.conv != "none"
-        self.shifted, self.dims_first = facts.get("shifted", False), facts.get("dims_first", False)
-        self.interleaved = facts.get("interleaved", False)
-        # of one value head
-        self.head_chunks = self.tile // self.chunk
-        self.wide = self.V * self.share
-        # blocks that add up a norm's squares
-        self.cluster = self.V // self.tile if self.normed else 1
-        # of a token's row, what a lane normalises, and rows that a warp does
-        self.VL = self.tile // 32
-        # A cluster's sums are on their way before the state's stores; without one the outputs are.
-        self.sends_early = self.cluster > 1 and self.chunks == 1 and not self.loop
-        self.ends_early = self.normed and self.cluster == 1 and not self.loop
-        # Blocks of a q/k head that have its value heads among them, and whether they wait for one another because of its window.
-        self.group = knobs["group"]
+        super().__init__(facts, knobs)
         self.moves = self.update or self.intermediate == "slots"
-        self.joined = self.shifted and self.cluster * self.group > 1
         # Loads come back in order, so that the window's, which are few, go first and are convolved while the state's are on their way:
         # 2 us of 54 at T=4 and B=16. At T=1 and B=64 rows that are copied lost 0.9 us of 75 by it.
         self.state_first = self.copied and not self.loop
-        self.norm_rows = -(-self.tokens * self.share // self.warps)
-        # channels that a block convolves; those of a load, and loads of them that a thread makes
-        self.channels = 2 * self.K + self.tile_v
-        self.load = 2 if self.channels <= 2 * self.threads else 4
-        self.rounds = -(-self.channels // (self.load * self.threads))
 
     @cute.jit
     def gated_delta_rule_layer_decode(
@@ -182,134 +109,6 @@ class Layer(layer_rows.Rows):
             return self.rows_of(x, 2)
         return cute.make_tensor(x.iterator, cute.make_layout((1, 1, MANY), stride=(x.stride[0], 1, x.stride[2])))
 
-    def row_of(self, r, tid):
-        """Token and head of the r-th row that a warp normalises."""
-        i = tid // 32 + r * self.warps
-        return i // self.share, i % self.share
-
-    @cute.jit
-    def read_gate(self, output_gate, ratio, block, heads, tid):
-        """Issues the loads of the output's gate, by the warp that normalises a row."""
-        rz = self.rows_in_registers(output_gate.element_type)
-        for r in cutlass.range_constexpr(self.norm_rows):
-            t, g = self.row_of(r, tid)
-            if t < block.length and g < heads:
-                if const_expr(self.interleaved):
-                    # behind the first head's: the q/k heads before have their q, k and v beside their gates
-                    ahead = (block.hv + g) * self.V + block.hq * (2 * self.K + ratio * self.V)
-                    row = output_gate[block.ni, block.t0 + t, None]
-                    at = ahead // self.VL + self.in_row(block, tid % 32)
-                    cute.autovec_copy(cute.local_tile(row, (self.VL,), (at,)), rz[r, None])
-                else:
-                    self.read_row(output_gate[block.ni, block.t0 + t, block.hv + g, None], rz[r, None], block, tid % 32)
-        return rz
-
-    @cute.jit
-    def read_row(self, source, target, block, wl):
-        """A lane's share of the block's part of a [V] vector."""
-        cute.autovec_copy(cute.local_tile(source, (self.VL,), (self.in_row(block, wl),)), target)
-
-    def in_row(self, block, wl):
-        return block.v0 // self.VL + wl if self.cluster > 1 else wl
-
-    @cute.jit
-    def share_squares(self, norm, block, tid):
-        """Behind a barrier: a warp's rows of shared memory to registers, with their sums of squares, which a cluster's other blocks get."""
-        wl = tid % 32
-        ro, squares = norm.own, norm.squares
-        for r in cutlass.range_constexpr(self.norm_rows):
-            t, g = self.row_of(r, tid)
-            if t < block.length:
-                row = cute.local_tile(norm.rows[t, None], (self.V,), (g,))
-                self.read_row(row, ro[r, None], block, wl)
-                x = F32(0.0)
-                for i in cutlass.range_constexpr(self.VL):
-                    x += ro[r, i] * ro[r, i]
-                for s in cutlass.range_constexpr(5):
-                    x += cute.arch.shuffle_sync_bfly(x, offset=16 >> s, mask=-1, mask_and_clamp=31)
-                squares[r] = x
-                if const_expr(self.cluster > 1):
-                    if wl < self.cluster:
-                        place = norm.sums.iterator + (t * self.cluster + block.vt)
-                        cute.arch.store_async_dsmem(place, cute.recast_tensor(squares, Int32)[r], norm.arrived, wl)
-
-    def rows_in_registers(self, dtype):
-        """Registers for a lane's share of the rows that a warp normalises."""
-        return cute.make_rmem_tensor(cute.make_layout((self.norm_rows, self.VL), stride=(self.VL, 1)), dtype)
-
-    @cute.jit
-    def weighed(self, gate, weight, block, heads, tid):
-        """The norm's weight times the output's gate, of a warp's rows, while the state is on its way."""
-        # arithmetic that waits for the gate does not move ahead of the state's loads
-        cute.arch.sync_warp()
-        factors = self.rows_in_registers(F32)
-        for r in cutlass.range_constexpr(self.norm_rows):
-            t, g = self.row_of(r, tid)
-            if t < block.length and g < heads:
-                for i in cutlass.range_constexpr(self.VL):
-                    z = gate[r, i].to(F32)
-                    x = gates.sigmoid(z)
-                    if const_expr(self.norm == "silu"):
-                        x = x * z
-                    factors[r, i] = weight[i].to(F32) * x
-        return factors
-
-    @cute.jit
-    def write_outputs(self, norm, heads, block, tid):
-        """A warp's rows normalised, times weight and gate, to the output."""
-        wl = tid % 32
-        if const_expr(self.cluster > 1):
-            if tid // 32 < block.length:
-                cute.arch.mbarrier_wait(norm.arrived, 0)
-        for r in cutlass.range_constexpr(self.norm_rows):
-            t, g = self.row_of(r, tid)
-            if t < block.length and g < heads:
-                total = norm.squares[r]
-                if const_expr(self.cluster > 1):
-                    total = F32(0.0)
-                    for c in cutlass.range_constexpr(self.cluster):
-                        total += norm.sums[t, c]
-                rstd = cute.math.rsqrt(total * F32(1.0 / self.V) + norm.eps, fastmath=True)
-                y = cute.make_rmem_tensor((self.VL,), norm.output.element_type)
-                for i in cutlass.range_constexpr(self.VL):
-                    y[i] = (norm.own[r, i] * rstd * norm.gate[r, i]).to(norm.output.element_type)
-                row = norm.output[block.ni, block.t0 + t, block.hv + g, None]
-                cute.autovec_copy(y, cute.local_tile(row, (self.VL,), (self.in_row(block, wl),)))
-
-    @cute.jit
-    def channel(self, e, block, H):
-        """The packed row's channel that is the block's e-th: K of q, K of k, tile_v of v."""
-        c = block.hq * self.K + e
-        c = cutlass.select_(e >= self.K, H * self.K + c - self.K, c)
-        of_v = 2 * H * self.K + block.hv * self.V + block.v0 + e - 2 * self.K
-        return cutlass.select_(e >= 2 * self.K, of_v, c)
-
-    @cute.jit
-    def place_of(self, e, block, ratio):
-        """Where a token's row of q/k heads side by side has the block's e-th channel."""
-        ahead = (block.hv - block.hq * ratio) * self.V + block.v0
-        return block.hq * 2 * (self.K + ratio * self.V) + e + cutlass.select_(e >= 2 * self.K, ahead, Int32(0))
-
-    @cute.jit
-    def read_taps(self, conv, mine, block, tid):
-        """Issues the loads of a thread's weights and biases. Threads beyond the last channel have the last ones' too."""
-        channels = cute.make_rmem_tensor((self.rounds,), Int32)
-        places = cute.make_rmem_tensor((self.rounds,), Int32) if const_expr(self.interleaved) else channels
-        W = const_expr(self.load * self.width)
-        rw = cute.make_rmem_tensor(cute.make_layout((self.rounds, W), stride=(W, 1)), conv.weight.element_type)
-        rb = None
-        if const_expr(conv.bias is not None):
-            rb = self.per_channel(conv.bias.element_type)
-        for r in cutlass.range_constexpr(self.rounds):
-            e = cutlass.min((r * self.threads + tid) * self.load, mine - self.load)
-            channels[r] = self.channel(e, block, conv.H)
-            if const_expr(self.interleaved):
-                places[r] = self.place_of(e, block, conv.ratio)
-            cute.autovec_copy(cute.local_tile(conv.weight, (W,), (channels[r] // self.load,)), rw[r, None])
-            if const_expr(conv.bias is not None):
-                self.read_channels(conv.bias, channels[r], rb[r, None])
-        return Taps(channels, places, rw, rb)
-
     @cute.jit
     def read_constants(self, x, conv, norm_weight, mine, block, hl, A_shared, dt_shared, tid):
         """Issues the loads of the model's constants: a head's gate, the norm's weight, the convolution's taps."""
@@ -321,112 +120,6 @@ class Layer(layer_rows.Rows):
         if const_expr(self.convolves):
             taps = self.read_taps(conv, mine, block, tid)
         return gate, rw, taps
-
-    def per_channel(self, dtype):
-        """Registers for a value of each of a thread's channels."""
-        return cute.make_rmem_tensor(cute.make_layout((self.rounds, self.load), stride=(self.load, 1)), dtype)
-
-    @cute.jit
-    def read_channels(self, source, c, target):
-        cute.autovec_copy(cute.local_tile(source, (self.load,), (c // self.load,)), target)
-
-    @cute.jit
-    def read_window(self, conv, slot, held, at, taps):
-        """Issues the loads of the rows before row `at` of a slot's ring, the oldest first; zeros where no slot is `held`."""
-        rr = self.per_row(self.width - 1, conv.state.element_type)
-        if const_expr(self.intermediate == "slots"):
-            rr.fill(0.0)
-            if held:
-                self.read_rows_before(conv, slot, at, taps, rr)
-        else:
-            self.read_rows_before(conv, slot, at, taps, rr)
-        return rr
-
-    @cute.jit
-    def read_rows_before(self, conv, slot, at, taps, rr):
-        for r in cutlass.range_constexpr(self.rounds):
-            for j in cutlass.range_constexpr(self.width - 1):
-                row = at + (j + 1 - self.width)
-                row = cutlass.select_(row < 0, row + conv.rows, row)
-                self.read_channels(conv.state[Int64(slot), row, None], taps.channels[r], rr[r, j, None])
-
-    def per_row(self, rows, dtype):
-        """Registers for so many rows of a thread's channels."""
-        stride = (rows * self.load, self.load, 1)
-        return cute.make_rmem_tensor(cute.make_layout((self.rounds, rows, self.load), stride=stride), dtype)
-
-    @cute.jit
-    def convolve(self, taps, window, new, sX, mine, block, tid):
-        """A thread's channels of all tokens convolved, to shared memory as the unfused path rounds them. mine: of the block's heads.
-
-        Tokens that a call has not are computed too, of whatever is in their registers: a branch a token would keep one's silu from
-        overlapping the next one's.
-        """
-        old = const_expr(self.width - 1)
-        for r in cutlass.range_constexpr(self.rounds):
-            e = (r * self.threads + tid) * self.load
-            # v stands where its rows are among all of V
-            place = cutlass.select_(e >= 2 * self.K, e + block.v0, e)
-            if e < mine:
-                for t in cutlass.range_constexpr(self.tokens):
-                    y = cute.make_rmem_tensor((self.load,), sX.element_type)
-                    for i in cutlass.range_constexpr(self.load):
-                        x = new[r, t, i].to(F32) * taps.weight[r, self.width * i + old].to(F32)
-                        for j in cutlass.range_constexpr(old):
-                            before = window[r, t + j, i] if const_expr(t + j < old) else new[r, t + j - old, i]
-                            x += before.to(F32) * taps.weight[r, self.width * i + j].to(F32)
-                        if const_expr(taps.bias is not None):
-                            x += taps.bias[r, i].to(F32)
-                        if const_expr(self.conv == "silu"):
-                            x = x * gates.sigmoid(x)
-                        y[i] = x.to(sX.element_type)
-                    cute.autovec_copy(y, cute.local_tile(sX[t, None], (self.load,), (place // self.load,)))
-
-    @cute.jit
-    def store_window(self, conv, slot, at, taps, window, new, mine, block, first, tid):
-        """What a call leaves of a window in a slot."""
-        if const_expr(self.shifted):
-            self.store_shifted(conv, slot, window, taps, new, mine, block, first, tid)
-        else:
-            self.store_new(conv, slot, at, taps, new, mine, block, first, tid)
-
-    @cute.jit
-    def store_shifted(self, conv, slot, window, taps, new, mine, block, first, tid):
-        """A window moved on, by threads that have read it: v's channels by their own block, q's and k's by the `first` of a head's.
-
-        Drafts move it by one row, since it is not known yet how many of them stay; others by their tokens.
-        """
-        old = const_expr(self.width - 1)
-        step = Int32(1) if const_expr(self.intermediate == "slots") else block.length
-        for r in cutlass.range_constexpr(self.rounds):
-            e = (r * self.threads + tid) * self.load
-            if e < mine and block.length > 0 and (e >= 2 * self.K or first):
-                for j in cutlass.range_constexpr(old):
-                    self.store_row(conv, slot, j - step, taps.channels[r], window[r, j, None])
-                for t in cutlass.range_constexpr(self.tokens):
-                    if t < block.length:
-                        self.store_row(conv, slot, old + t - step, taps.channels[r], new[r, t, None])
-
-    @cute.jit
-    def store_row(self, conv, slot, row, channel, source):
-        """A thread's channels of one row, where the window has it."""
-        if row >= 0 and row < conv.rows:
-            cute.autovec_copy(source, cute.local_tile(conv.state[Int64(slot), row, None], (self.load,), (channel // self.load,)))
-
-    @cute.jit
-    def store_new(self, conv, slot, at, taps, new, mine, block, first, tid):
-        """The window's new rows: v's channels by their own block, q's and k's by the `first` of those that share the head."""
-        for r in cutlass.range_constexpr(self.rounds):
-            e = (r * self.threads + tid) * self.load
-            for t in cutlass.range_constexpr(self.tokens):
-                if t < block.length and e < mine and (e >= 2 * self.K or first):
-                    row = at
-                    if const_expr(t > 0):
-                        row = cutlass.select_(at + t >= conv.rows, at + t - conv.rows, at + t)
-                        # a ragged request may be longer than its call said, and must stay in its slot
-                        row = cutlass.min(row, conv.rows - 1)
-                    ring = conv.state[Int64(slot), row, None]
-                    cute.autovec_copy(new[r, t, None], cute.local_tile(ring, (self.load,), (taps.channels[r] // self.load,)))
 
     @cute.jit
     def read_convolved(self, sX, gates_read, block, thread):
@@ -455,11 +148,6 @@ class Layer(layer_rows.Rows):
             self.read_key(cute.local_tile(sX[0, None], (self.K,), (0,)), rq, thread.lane)
             self.read_key(cute.local_tile(sX[0, None], (self.K,), (1,)), rk, thread.lane)
         return Read(rq, rk, gates_read.g, rv, gates_read.a, gates_read.b)
-
-    def values_of(self, sX):
-        """v of shared memory under the indices of a tensor [B, T, HV, V]: it has the block's tokens and head alone."""
-        layout = cute.make_layout((1, self.tokens, 1, self.wide), stride=(0, 2 * self.K + self.wide, 0, 1))
-        return cute.make_tensor(sX.iterator + 2 * self.K, layout)
 
     @cute.jit
     def read_gates(self, x, ratio, block, thread):
@@ -611,29 +299,6 @@ class Layer(layer_rows.Rows):
                 if const_expr(self.update):
                     if writes:
                         self.store_rows(x.state[Int64(write_slot), block.hv, None, None], fh, scaled, row0, thread.lane)
-
-    @cute.jit
-    def meet(self, norm, block, tid):
-        """All rows of a block's outputs are in shared memory: their squares."""
-        if const_expr(self.cluster > 1):
-            # the other blocks run, and may be sent to
-            cute.arch.cluster_wait()
-        cute.arch.sync_threads()
-        self.share_squares(norm, block, tid)
-
-    @cute.jit
-    def open_mailbox(self, smem, block, tid):
-        """A cluster's place for the sums of squares of all its blocks, and the mbarrier that counts them in."""
-        sums = smem.allocate_tensor(F32, cute.make_layout((self.tokens, self.cluster), stride=(self.cluster, 1)), 16)
-        arrived = smem.allocate_array(Int64, 1)
-        if tid == 0:
-            cute.arch.mbarrier_init(arrived, 1)
-            cute.arch.mbarrier_arrive_and_expect_tx(arrived, 4 * self.cluster * block.length)
-        cute.arch.mbarrier_init_fence()
-        # waited for where the first sums are sent
-        if const_expr(not self.joined):
-            cute.arch.cluster_arrive_relaxed()
-        return sums, arrived
 
     @cute.kernel
     def kernel(

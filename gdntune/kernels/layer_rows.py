@@ -35,7 +35,12 @@ class Rows(recurrent.Recurrent):
     """The compile-time facts of rows on their way; `ahead` and `copied` are knobs beside `recurrent`'s."""
 
     def __init__(self, facts: dict, knobs: dict[str, Any]):
-        super().__init__(facts, knobs)
+        # Heads of one q/k head lie one behind the other in states, v and outputs: to the delta rule they are rows of one tile.
+        self.share, self.tile = knobs["share"], knobs["tile_v"]
+        super().__init__(facts, {**knobs, "tile_v": self.tile * self.share})
+        self.wide = self.V * self.share
+        # of one value head
+        self.head_chunks = self.tile // self.chunk
         self.ahead, self.copied = knobs["ahead"], knobs["copied"]
         self.stores, self.beyond = knobs["stores"], knobs["beyond"]
         # Chunks that a turn of the loop takes: registers have no index, so that each chunk on its way is written out.
