@@ -11,24 +11,11 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cutlass_dsl import dsl_user_op
 
-from gdntune.kernels import recurrent
+from gdntune.kernels import l2, recurrent
 
 F32 = Float32
-# createpolicy.fractional.L2::evict_first of all lines
-EVICT_FIRST = 0x12F0000000000000
-
-
-@dsl_user_op
-def _told(text, inputs, constraints, *, loc=None, ip=None) -> None:
-    """An instruction that gives nothing."""
-    llvm.inline_asm(
-        None, [x.ir_value(loc=loc, ip=ip) for x in inputs], text, constraints, has_side_effects=True,
-        is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
 
 
 class Rows(recurrent.Recurrent):
@@ -76,7 +63,7 @@ class Rows(recurrent.Recurrent):
             if slot >= 0 and slot < slots:
                 at = state[Int64(slot), hv, row0, None].iterator.toint()
                 size = rows * (self.K * self.state_dtype.width // 8)
-                _told("cp.async.bulk.prefetch.L2.global [$0], $1;", [Int64(at), Int32(size)], "l,r")
+                l2.prefetch_run(at, size)
 
     @cute.jit
     def copy_rows(self, tile, raw, row0, lane, store: cutlass.Constexpr):
@@ -90,8 +77,7 @@ class Rows(recurrent.Recurrent):
                 for c in cutlass.range_constexpr(self.KC):
                     at = cute.local_tile(tile[row0 + i, None], (self.vec,), (c * self.shares + lane,)).iterator.toint()
                     words = cute.recast_tensor(cute.local_tile(raw[i, None], (self.vec,), (c,)), Int32)
-                    given = [Int64(at), words[0], words[1], words[2], words[3], Int64(EVICT_FIRST)]
-                    _told("st.global.L2::cache_hint.v4.b32 [$0], {$1, $2, $3, $4}, $5;", given, "l,r,r,r,r,l")
+                    l2.store_evict_first(at, [words[0], words[1], words[2], words[3]])
 
     @cute.jit
     def next_rows(self, source, coming, j: cutlass.Constexpr, row0, it, chunks, thread):

@@ -7,22 +7,11 @@ some places behind it in the grid will read, by bulk prefetches, which hold no r
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
-from cutlass._mlir.dialects import nvvm
-from cutlass.cutlass_dsl import dsl_user_op
+
+from gdntune.kernels import l2
 
 # bytes that one prefetch by a lane is sure to bring
 SECTOR = 32
-
-
-@dsl_user_op
-def _prefetch_run(start, count: int, *, loc=None, ip=None) -> None:
-    """Asks for `count` elements from `start` on, a multiple of 16 bytes at such an address; a warp's lanes do so one after another."""
-    nvvm.cp_async_bulk_prefetch(
-        start.to_llvm_ptr(loc=loc, ip=ip),
-        Int32(count * start.value_type.width // 8).ir_value(loc=loc, ip=ip),
-        loc=loc,
-        ip=ip,
-    )
 
 
 class Ahead:
@@ -73,4 +62,6 @@ class Ahead:
         live, _ = d.named(slot, slot, slots, null_index)
         if th.tid == 0 and live and later > n:
             rows = cute.domain_offset((v0, 0), state[Int64(slot), hv, None, None])
-            _prefetch_run(rows.iterator, d.tile_v * d.K)
+            # multiples of 16 bytes, in a tile of whole rows
+            size = const_expr(d.tile_v * d.K * state.element_type.width // 8)
+            l2.prefetch_run(rows.iterator.toint(), Int32(size))
