@@ -138,12 +138,11 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
         """
         # Both always: they are what a reader looks for first, whatever the defaults are.
         parts = [self.op, f"tokens={self.tokens}"]
-        for field in msgspec.structs.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("op", "tokens") and value != field.default:
-                parts.append(
-                    f"{field.name}={str(value).lower() if isinstance(value, bool) else value}"
-                )
+        # not structs.fields, which resolves all annotations anew at each call: 0.4 ms
+        for name, default in zip(self.__struct_fields__, self.__struct_defaults__, strict=True):
+            value = getattr(self, name)
+            if name not in ("op", "tokens") and value != default:
+                parts.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
         return ".".join(parts)
 
 

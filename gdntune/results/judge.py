@@ -94,7 +94,8 @@ def _of_other_contracts(
     records: Sequence[Record], patterns: Sequence[str]
 ) -> tuple[list[Record], str]:
     """The records that are of no contract whose name fits a pattern, and what to say of it."""
-    keys = {c: c.key() for c in (contract_of(r) for r in records) if c is not None}
+    contracts = {c for r in records if (c := contract_of(r)) is not None}
+    keys = {c: c.key() for c in contracts}
     for pattern in patterns:
         if not fnmatch.filter(keys.values(), pattern):
             some = ", ".join(sorted(keys.values())[:3])
