@@ -1,17 +1,16 @@
-"""The tables of README and docs/results.md, from published journals:
-`python -m gdntune.report.published_figures` in a checkout prints them, and a test compares.
+"""The tables of README and docs/results.md, from published journals; `published_pages` writes them
+into the pages.
 """
 
 import functools
-import itertools
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdntune.report.peers import PREFIX, compared, kind, label, rivals, slower
+from gdntune.report.peers import PREFIX, compared, label, rivals
 from gdntune.report.words import POWER_MARK, geometric_mean
 from gdntune.results.frame import frame
+from gdntune.results.records import Record
 from gdntune.results.samples import LoadedRun, load
 
 if TYPE_CHECKING:
@@ -40,7 +39,8 @@ RINGS = {
     "bench-ring.jsonl.xz": "alone, cold L2",
     "bench-ring.chain.jsonl.xz": "in a chain of layers",
 }
-WHERE = {ALONE: "alone", AS_CALLED: "as engines call it", CHAIN: "in a chain", **STEPS, **RINGS}
+# The corner of the tables of geometric means.
+BESIDE = {ALONE: "", AS_CALLED: "as engines call them", CHAIN: "in a chain of layers"}
 # Those that have a table of verdicts, and its corner.
 VERDICTS = {
     AS_CALLED: "as engines call them",
@@ -129,38 +129,59 @@ README_ROWS = (
 )
 
 
-def tables(results: Path) -> Iterator[str]:
-    """Each table in Markdown: the times on each GPU, ours beside other libraries', and README's.
+def tables(results: Path) -> dict[str, Callable[[], str]]:
+    """Each table in Markdown, by its name: the times on each GPU, ours beside other libraries', and
+    README's. A bench that was not published has none.
 
     results: the folder of published journals, docs/results.
     """
-    for gpu, folder in GPUS.items():
-        paths = [results / folder / f"{sweep}.jsonl.xz" for sweep in SWEEPS[gpu]]
-        yield times(gpu, frame(load(paths, REGRET), first_looks=False))
-    alone, called, chains = (
-        {
-            gpu: _bench(tuple(paths))
-            for gpu, folder in GPUS.items()
-            if (paths := _journals(results / folder, name))
-        }
-        for name in (ALONE, AS_CALLED, CHAIN)
-    )
-    yield beside_others(alone)
-    if called:
-        yield beside_others(called, "as engines call them")
-    if chains:
-        yield beside_others(chains, "in a chain of layers")
+    found: dict[str, Callable[[], str]] = {}
+    for gpu in GPUS:
+        found[f"times.{gpu}"] = functools.partial(_times_of, results, gpu)
+    for name, corner in BESIDE.items():
+        if published := benches(results, name):
+            found[f"beside.{stem(name)}"] = functools.partial(beside_others, published, corner)
     for name, policy in {**STEPS, **RINGS}.items():
-        for gpu, folder in GPUS.items():
-            if paths := _journals(results / folder, name):
-                yield by_batch(_bench(tuple(paths)), f"{gpu}, {policy}")
-    for (name, what), (gpu, folder) in itertools.product(VERDICTS.items(), GPUS.items()):
-        if paths := _journals(results / folder, name):
-            yield verdicts(_bench(tuple(paths)), f"{gpu}, {what}")
-    yield readme(called[HEADLINE], chains[HEADLINE])
+        for gpu, bench in benches(results, name).items():
+            of = functools.partial(by_batch, bench, f"{gpu}, {policy}")
+            found[f"batches.{stem(name)}.{gpu}"] = of
+    for name, what in VERDICTS.items():
+        for gpu, bench in benches(results, name).items():
+            of = functools.partial(verdicts, bench, f"{gpu}, {what}")
+            found[f"verdicts.{stem(name)}.{gpu}"] = of
+    called, chained = (benches(results, name).get(HEADLINE) for name in (AS_CALLED, CHAIN))
+    if called and chained:
+        found["times.README"] = functools.partial(readme, called, chained)
+    return found
 
 
-def _journals(folder: Path, name: str) -> list[Path]:
+def stem(name: str) -> str:
+    """A journal's name without what all have."""
+    return name.removesuffix(".jsonl.xz")
+
+
+def chosen_of_models(results: Path, gpu: str) -> "pd.DataFrame":
+    """The choices of the sweeps that `times` shows, with the models' usual contracts."""
+    rows = _sweeps(tuple(results / GPUS[gpu] / f"{sweep}.jsonl.xz" for sweep in SWEEPS[gpu]))
+    return _where(rows[rows["chosen"]], _MODELS)
+
+
+@functools.cache
+def _sweeps(paths: tuple[Path, ...]) -> "pd.DataFrame":
+    return frame(load(paths, REGRET), first_looks=False)
+
+
+def _times_of(results: Path, gpu: str) -> str:
+    return times(gpu, chosen_of_models(results, gpu))
+
+
+def benches(results: Path, name: str) -> "dict[str, Bench]":
+    """A bench by the GPUs that it was published of. Read when first asked for anything."""
+    found = {gpu: journals(results / folder, name) for gpu, folder in GPUS.items()}
+    return {gpu: Bench(tuple(paths)) for gpu, paths in found.items() if paths}
+
+
+def journals(folder: Path, name: str) -> list[Path]:
     """A bench's journal, and those of the cells that it lacked (`bench --without`), each perhaps of
     another card; empty where it was not published.
     """
@@ -168,17 +189,26 @@ def _journals(folder: Path, name: str) -> list[Path]:
     return [folder / name, *sorted(folder.glob(rest))] if (folder / name).exists() else []
 
 
-@functools.cache
-def _bench(paths: tuple[Path, ...]) -> "_Bench":
-    runs = load(paths)
-    return _Bench(runs, frame(runs))
+class Bench:
+    """A bench's journals, and their rows; read once a process, when first asked for."""
 
+    def __init__(self, paths: tuple[Path, ...]):
+        self.paths = paths
 
-class _Bench(NamedTuple):
-    """A bench's journals, and their rows."""
+    @property
+    def runs(self) -> Sequence[LoadedRun]:
+        """The journals."""
+        return _loaded(self.paths)[0]
 
-    runs: Sequence[LoadedRun]
-    rows: "pd.DataFrame"
+    @property
+    def rows(self) -> "pd.DataFrame":
+        """Their frame."""
+        return _loaded(self.paths)[1]
+
+    @property
+    def records(self) -> list[Record]:
+        """Of all journals."""
+        return [r for run in self.runs for r in run.records]
 
     def of(self, peer: str) -> "pd.DataFrame":
         """A library's fastest entries."""
@@ -187,37 +217,21 @@ class _Bench(NamedTuple):
 
     def version(self, peer: str) -> str:
         """The version of a library that was timed, without what a release was made again for."""
-        records = [r for run in self.runs for r in run.records]
-        said = label(f"{PREFIX}{peer}", records).partition(" ")[2]
+        said = label(f"{PREFIX}{peer}", self.records).partition(" ")[2]
         return said.partition(".post")[0]
 
 
-def behind(results: Path) -> Iterator[str]:
-    """The cells at which another library is faster, a line a library and kind of contract: what
-    README's limits list.
-    """
-    for (gpu, folder), name in itertools.product(GPUS.items(), WHERE):
-        if not (paths := _journals(results / folder, name)):
-            continue
-        bench = _bench(tuple(paths))
-        records = [r for run in bench.runs for r in run.records]
-        for kernel, rows in slower(bench.rows, records).items():
-            kinds: dict[str, list[Any]] = {}
-            for row in rows:
-                kinds.setdefault(f"{kind(row)} T={row['tokens']}", []).append(row)
-            for words, its in kinds.items():
-                cells = ", ".join(
-                    f"B={r['B']}, HV={r['HV']}: {r['chosen_speedup']:.2f}" for r in its
-                )
-                yield f"{label(kernel, records)}, {gpu}, {WHERE[name]}: {words}: {cells}"
+@functools.cache
+def _loaded(paths: tuple[Path, ...]) -> "tuple[Sequence[LoadedRun], pd.DataFrame]":
+    runs = load(paths)
+    return runs, frame(runs)
 
 
 def times(gpu: str, found: "pd.DataFrame") -> str:
-    """Medians of the tables' choices, with their time over the floor."""
-    chosen = _where(found[found["chosen"]], _MODELS)
+    """Medians of the tables' choices, `chosen_of_models`, with their time over the floor."""
     cells = {
         (c["op"], c["state_dtype"], c["tokens"], c["B"], c["HV"]): c
-        for c in chosen.to_dict("records")
+        for c in found.to_dict("records")
     }
     rows = []
     for op, HV in ((_GDN, 64), (_KDA, 32)):
@@ -226,14 +240,14 @@ def times(gpu: str, found: "pd.DataFrame") -> str:
                 row = [cells.get((op, state, t, B, HV)) for B in BATCHES]
                 words = f"{op.removesuffix('_decode').upper()}, {state} state, T={t}"
                 rows.append([words, *("" if c is None else _time(c) for c in row)])
-    return _markdown([gpu, *(f"B={B}" for B in BATCHES)], rows)
+    return markdown([gpu, *(f"B={B}" for B in BATCHES)], rows)
 
 
 def _time(cell: dict[Any, Any]) -> str:
     return f"{_mark(cell)}{cell['median_us']:.4g} ({cell['over_floor']:.2f})"
 
 
-def beside_others(found: dict[str, _Bench], corner: str = "") -> str:
+def beside_others(found: dict[str, Bench], corner: str = "") -> str:
     """How many times as fast ours is, by medians: geometric mean and worst cell, a column a library
     and GPU; with the version where the GPUs' differ. A library without times has no column.
     """
@@ -252,16 +266,16 @@ def beside_others(found: dict[str, _Bench], corner: str = "") -> str:
         if tokens := sorted({int(t) for its in cells for t in its["tokens"]}):
             words = group.words.replace("{T}", _tokens(tokens))
             rows.append([words, *map(_over, cells)])
-    return _markdown(headers, rows)
+    return markdown(headers, rows)
 
 
-def verdicts(bench: _Bench, corner: str) -> str:
+def verdicts(bench: Bench, corner: str) -> str:
     """Each library's cells: theirs over ours by means, geometric mean with its 95% bootstrap
     interval; the worst by medians; how many are FASTER, TIE, SLOWER, UNCLEAR for ours.
     """
     counts = ("FASTER", "TIE", "SLOWER", "UNCLEAR")
     rows = []
-    for found in compared(bench.rows, [r for run in bench.runs for r in run.records]):
+    for found in compared(bench.rows, bench.records):
         if found["mean_ratio"]:
             mean, low, high = found["mean_ratio"]
             peer = found["peer"].split()[0]
@@ -270,30 +284,31 @@ def verdicts(bench: _Bench, corner: str) -> str:
                     {**PEERS, **APART}.get(peer, peer),
                     str(found["cells"]),
                     f"{mean:.3f} ({low:.3f} to {high:.3f})",
-                    f"{found['worst']:.3f}: {_plain(found['worst_cell'])}",
+                    f"{found['worst']:.3f}: {plain(found['worst_cell'])}",
                     *(str(found[name]) for name in counts),
                 ]
             )
-    return _markdown([corner, "cells", "mean (95% interval)", "worst", *counts], rows)
+    return markdown([corner, "cells", "mean (95% interval)", "worst", *counts], rows)
 
 
-def _plain(cell: str) -> str:
+def plain(cell: str) -> str:
+    """A cell's words as a page says them."""
     for code, words in _WORDS.items():
         cell = cell.replace(code, words)
     return cell
 
 
-def by_batch(bench: _Bench, corner: str) -> str:
+def by_batch(bench: Bench, corner: str) -> str:
     """Medians by batch, of each contract ours and every library's fastest; bold where theirs is
     faster beyond a tie.
     """
     kinds: dict[tuple[str, str], dict[int, dict[Any, Any]]] = {}
     batches = sorted({int(B) for B in bench.rows["B"]})
     for cell in bench.rows[bench.rows["chosen"]].to_dict("records"):
-        kinds.setdefault((_kind(cell), "gdntune"), {})[cell["B"]] = cell
+        kinds.setdefault((kind_words(cell), "gdntune"), {})[cell["B"]] = cell
     for peer, words in {**PEERS, **APART}.items():
         for cell in bench.of(peer).to_dict("records"):
-            kinds.setdefault((_kind(cell), words), {})[cell["B"]] = cell
+            kinds.setdefault((kind_words(cell), words), {})[cell["B"]] = cell
     rows, before = [], ""
     for what in dict.fromkeys(what for what, _ in kinds):
         for (its, whose), cells in kinds.items():
@@ -301,16 +316,16 @@ def by_batch(bench: _Bench, corner: str) -> str:
                 times = [_of_batch(cells.get(B)) for B in batches]
                 rows.append(["" if what == before else what, whose, *times])
                 before = what
-    return _markdown([corner, "", *(f"B={B}" for B in batches)], rows)
+    return markdown([corner, "", *(f"B={B}" for B in batches)], rows)
 
 
 def _of_batch(cell: dict[Any, Any] | None) -> str:
     if cell is None:
         return ""
-    return f"**{_us(cell)}**" if cell.get("behind") else _us(cell)
+    return f"**{us(cell)}**" if cell.get("behind") else us(cell)
 
 
-def _kind(cell: dict[Any, Any]) -> str:
+def kind_words(cell: Any) -> str:
     """A contract of a layer's step or of a ring, in words."""
     op, state = cell["op"].removesuffix("_decode").upper(), cell["state_dtype"]
     if cell["ring"]:
@@ -331,7 +346,7 @@ def _tokens(tokens: Sequence[int]) -> str:
     )
 
 
-def readme(alone: _Bench, chain: _Bench) -> str:
+def readme(alone: Bench, chain: Bench) -> str:
     """Medians at T=1 beside other libraries, states in a pool, and in brackets what a call costs in
     a chain of layers; a dash where one of the two was not timed. Bold: theirs is the smaller one.
     """
@@ -342,7 +357,7 @@ def readme(alone: _Bench, chain: _Bench) -> str:
         for B in batches:
             place = op, state, B, HV
             mine = [ours.get(place) for ours, _ in found]
-            cells = [_both(*(m and _us(m) for m in mine))]
+            cells = [_both(*(m and us(m) for m in mine))]
             cells.append(f"{mine[0]['over_floor']:.2f}" if mine[0] else "")
             for peer in shown:
                 its = [theirs.get((peer, *place)) for _, theirs in found]
@@ -351,7 +366,7 @@ def readme(alone: _Bench, chain: _Bench) -> str:
             rows.append(["" if words == before else words, str(B), *cells])
             before = words
     versions = [f"{PEERS[peer]} {alone.version(peer)}" for peer in shown]
-    return _markdown(("T=1", "B", "gdntune", "over the floor", *versions), rows)
+    return markdown(("T=1", "B", "gdntune", "over the floor", *versions), rows)
 
 
 def _at_one_token(found: "pd.DataFrame") -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -378,14 +393,15 @@ def _mark(cell: dict[Any, Any]) -> str:
     return POWER_MARK if cell["power_capped"] else ""
 
 
-def _us(cell: dict[Any, Any]) -> str:
+def us(cell: dict[Any, Any]) -> str:
+    """A median, marked where it was taken at the power limit."""
     us = cell["median_us"]
     return f"{_mark(cell)}{us:.2f}" if us < 10 else f"{_mark(cell)}{us:.1f}"
 
 
 def _beside(mine: dict[Any, Any], theirs: dict[Any, Any]) -> str:
     faster = theirs["median_us"] < mine["median_us"]
-    return f"**{_us(theirs)}**" if faster else _us(theirs)
+    return f"**{us(theirs)}**" if faster else us(theirs)
 
 
 def _of_group(found: "pd.DataFrame", group: _Group) -> "pd.DataFrame":
@@ -412,15 +428,11 @@ def _over(rows: "pd.DataFrame") -> str:
     return f"{geometric_mean(rows['chosen_speedup']):.2f} ({shown})"
 
 
-def _markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose numbers, from the second column on, are set right."""
+
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cells)} |"
 
-    rule = f"| --- |{' ---: |' * (len(headers) - 1)}"
+    rule = f"|---|{'---:|' * (len(headers) - 1)}"
     return "\n".join([line(headers), rule, *map(line, rows)])
-
-
-if __name__ == "__main__":
-    folder = Path(__file__).parents[2] / "docs" / "results"
-    sys.stdout.write("\n\n".join(tables(folder)) + "\n\nOthers are faster at:\n\n")
-    sys.stdout.writelines(f"- {line}\n" for line in behind(folder))

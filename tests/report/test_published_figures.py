@@ -1,49 +1,74 @@
-"""gdntune/report/published_figures.py: README and docs/results.md say what the journals say."""
+"""gdntune/report/published_*.py: README and docs say what the journals say."""
 
 import lzma
 from pathlib import Path
 
 import msgspec
-import pytest
 import synthetic
 
 from gdntune.kernels.spec import Variant
-from gdntune.report import published_figures
+from gdntune.report import published_behind, published_figures, published_pages
 from gdntune.report.peers import slower
-from gdntune.report.published_figures import tables
-from gdntune.results.frame import frame
 from gdntune.results.records import Cell, Trial
-from gdntune.results.samples import load
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def made():
-    """The tables, made anew from the published journals."""
-    return list(tables(ROOT / "docs" / "results"))
+def test_pages_say_what_journals_say():
+    """Every made part of README and docs is as the published journals have it, and all are shown:
+    `python -m gdntune.report.published_pages` says the same.
+    """
+    found = published_pages.stale(ROOT, published_pages.parts(ROOT / "docs" / "results"))
+    assert [str(one) for one in found] == []
 
 
-def rows(text):
-    """A table's rows by their cells: how a page lays them out does not matter."""
-    return [
-        [cell.strip() for cell in line.strip().strip("|").split("|")] for line in text.splitlines()
+def pages(root, text):
+    """A checkout whose pages but the first say nothing."""
+    (root / "docs").mkdir(parents=True)
+    for page in published_pages.PAGES:
+        (root / page).write_text("")
+    (root / published_pages.PAGES[0]).write_text(text)
+    return root
+
+
+PAGE = """Ours is <!--made:by-->3%<!--end--> faster; <!--made:gone-->x<!--end-->.
+
+<!--made:table-->
+
+| a |
+| 1 |
+| 9 |
+
+<!--end-->
+"""
+MADE = {"by": lambda: "4%", "table": lambda: "| a |\n| 2 |", "new": lambda: "7"}
+
+
+def test_what_is_no_longer_borne_is_said(tmp_path):
+    """A figure in a sentence, a table's rows, a mark of nothing, and a part that no page shows."""
+    found = [str(one) for one in published_pages.stale(pages(tmp_path, PAGE), MADE)]
+    assert found == [
+        "README.md: by: the journals say otherwise\n  - 3%\n  + 4%",
+        "README.md: gone: no such part; remove its mark, or publish its journal",
+        "README.md: table: the journals say otherwise\n  - | 1 |\n  + | 2 |\n  - | 9 |",
+        "no page has <!--made:new-->: put it, and <!--end-->, in docs/results.md",
     ]
 
 
-def test_figures_of_the_documents(made):
-    """Every table is in its document, cell by cell: `python -m gdntune.report.published_figures`
-    prints what has to stand there.
-    """
-    *full, short = made
-    for name, parts in (("docs/results.md", full), ("README.md", [short])):
-        page = rows((ROOT / name).read_text())
-        for part in parts:
-            header, _, *body = rows(part)
-            assert header in page, f"{name} has no table with {header}"
-            start = page.index(header) + 2
-            assert page[start : start + len(body)] == body
-            assert len(page[start + len(body)]) == 1, f"{name}: more rows than were made"
+def test_pages_are_written_anew(tmp_path, monkeypatch, capsys):
+    """--write puts the journals' figures in place and nothing else; what is left is said, with 1."""
+    root = pages(tmp_path, PAGE)
+    monkeypatch.setattr(published_pages, "parts", lambda results: MADE)
+    assert published_pages.main(["--write"], root) == 1
+    wanted = PAGE.replace("3%", "4%").replace("| 1 |\n| 9 |", "| 2 |")
+    assert (root / "README.md").read_text() == wanted
+    printed = capsys.readouterr().out
+    assert printed.startswith("README.md: written\n") and "by:" not in printed
+    (root / "README.md").write_text(
+        wanted.replace("<!--made:gone-->x<!--end-->", "<!--made:new-->7<!--end-->")
+    )
+    assert published_pages.main([], root) == 0
+    assert published_pages.main(["--wirte"], root) == 2
 
 
 def bench(version, **slow):
@@ -70,8 +95,16 @@ def bench(version, **slow):
 def published(tmp_path, version, **slow):
     """The same as a published file, loaded."""
     folder = synthetic.write(tmp_path / version, *bench(version, **slow), with_table=False)
-    runs = load([folder])
-    return published_figures._Bench(runs, frame(runs))
+    return published_figures.Bench((folder,))
+
+
+def with_rows(plain, **columns):
+    """A bench whose cells are of other contracts."""
+
+    class Other(published_figures.Bench):
+        rows = plain.rows.assign(**columns)
+
+    return Other(plain.paths)
 
 
 def test_libraries_have_their_versions(tmp_path):
@@ -90,7 +123,7 @@ def test_where_others_are_faster(tmp_path):
     limits.
     """
     found = published(tmp_path, "0.33.0", vllm=0.9, sglang=1.1, fla=0.995)
-    rows = slower(found.rows, found.runs[0].records)
+    rows = slower(found.rows, found.records)
     assert set(rows) == {"peer:vllm"} and len(rows["peer:vllm"]) == 6
 
 
@@ -102,12 +135,12 @@ def test_a_bench_in_two_journals(tmp_path):
         folder = synthetic.write(tmp_path / name, *bench("1", vllm=slow), with_table=False)
         data = (folder / "journal.jsonl").read_bytes()
         (tmp_path / f"{name}.jsonl.xz").write_bytes(lzma.compress(data))
-    paths = published_figures._journals(tmp_path, "bench-peers.jsonl.xz")
+    paths = published_figures.journals(tmp_path, "bench-peers.jsonl.xz")
     assert [path.name for path in paths] == ["bench-peers.jsonl.xz", "bench-peers.rest.jsonl.xz"]
-    found = published_figures._Bench(load(paths), frame(load(paths)))
+    found = published_figures.Bench(tuple(paths))
     line = published_figures.beside_others({"H200": found}).splitlines()[2]
     assert line == "| GDN T=1, bf16 state | 1.16 (**0.90**) |"
-    assert published_figures._journals(tmp_path / "none", "bench-peers.jsonl.xz") == []
+    assert published_figures.journals(tmp_path / "none", "bench-peers.jsonl.xz") == []
 
 
 def test_steps_and_rings_by_batch(tmp_path):
@@ -115,7 +148,7 @@ def test_steps_and_rings_by_batch(tmp_path):
     tie is bold.
     """
     plain = published(tmp_path, "1", flashinfer=0.9, apart=1.5)
-    rings = plain._replace(rows=plain.rows.assign(ring=16, ring_dtype="bf16"))
+    rings = with_rows(plain, ring=16, ring_dtype="bf16")
     lines = published_figures.by_batch(rings, "H200, alone").splitlines()
     assert lines[0] == "| H200, alone |  | B=1 |"
     first, ours = lines[2].split(" | ")[:2]
@@ -123,7 +156,33 @@ def test_steps_and_rings_by_batch(tmp_path):
     mine, theirs, apart = (line.split(" | ")[2].strip("* |") for line in lines[2:5])
     assert lines[3].startswith("|  | FlashInfer | **") and "ours, apart" in lines[4]
     assert float(theirs) < float(mine) < float(apart)
-    steps = plain._replace(rows=plain.rows.assign(conv="silu", conv_window="shifted"))
+    steps = with_rows(plain, conv="silu", conv_window="shifted")
     assert "| GDN step, windows shifted, T=1, bf16 state, HV=64 | gdntune |" in (
         published_figures.by_batch(steps, "")
+    )
+
+
+def test_where_others_are_ahead_in_words(tmp_path):
+    """By library, contract and HV: both times and by how much; the short list has no kernel of
+    ours, and a bench of another policy is named.
+    """
+    found = published(tmp_path, "0.33.0", vllm=0.8, apart=0.9, fla=1.1)
+    (one, *_), apart = (
+        [x for x in published_behind._behind("H200", "in a chain of layers", found) if x.peer.startswith(peer)]
+        for peer in ("vllm", "apart")
+    )  # fmt: skip
+    assert (one.contract, one.cells, len(one.rows)) == ("GDN T=1 bf16", 1, 1)
+    head, _, line, second = published_behind.behind_table([one, one]).splitlines()
+    assert head.startswith("| ours takes longer than | contract | B |")
+    assert line.startswith(
+        f"| vLLM 0.33.0, H200, in a chain of layers | GDN T=1 bf16, HV={one.HV} | 1 |"
+    )
+    assert line.endswith("| 25% |") and second.startswith("|  | GDN T=1 bf16")
+    assert published_behind.behind_short([one, *apart]) == (
+        "- **Behind vLLM, H200**: GDN bf16, in a chain of layers (T=1): up to 25%, 1 of 1 cells."
+    )
+    assert published_behind.behind_short(apart) == f"- {published_behind.NOWHERE}"
+    assert published_behind.behind_table([]) == published_behind.NOWHERE
+    assert published_behind.measured(found).endswith(
+        "vLLM 0.33.0, fla 0.33.0, ours, apart: 6 cells, none of them at the GPU's power limit"
     )
