@@ -433,6 +433,8 @@ class Layer(layer_norm.Normed):
                 window = self.read_window(conv, window_slot, held, at, taps)
                 cute.arch.sync_warp()
             coming = self.first_rows(source, smem, block.v0, thread)
+            if const_expr(self.bulk):
+                self.open_stores(smem)
             if const_expr(self.beyond):
                 if there:
                     rows_there = own_heads * self.V if const_expr(self.share > 1) else self.tile
@@ -477,6 +479,8 @@ class Layer(layer_norm.Normed):
                 if const_expr(self.moves):
                     if moved:
                         self.store_window(conv, moves_to, at, taps, window, late.rows, mine, block, first_of_head, tid)
+            if const_expr(self.bulk):
+                self.end_stores(tid)
         else:
             self.await_producer("state")
             if const_expr(self.cluster > 1 and not self.joined):

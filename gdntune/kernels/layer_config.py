@@ -23,7 +23,7 @@ MOST = 8
 # nobody reads a window that another shifts.
 SHIFTED_HEADS = 8
 MANY_HEADS = 1 << 16
-STORES = ("plain", "first")
+STORES = ("plain", "first", "bulk", "bulkfirst")
 # Blocks further on: more than any GPU has at once are nobody's next.
 BEYOND = 4096
 # Shared memory of a block: what every GPU can give one.
@@ -55,7 +55,8 @@ class Knobs(recurrent_config.Knobs):
     )
     stores: str = knob(
         "st",
-        "what L2 is told of the state's stores: plain, or first, that they are evicted first (k_last)",
+        "the state's stores (k_last): plain; first, L2 is told to evict them first; bulk and bulkfirst,"
+        " the same of a warp's rows at once, by cp.async.bulk from shared memory (from sm_90 on)",
         default="plain",
     )
     beyond: int = knob(
@@ -119,6 +120,9 @@ def block(c: Contract, s: Knobs) -> Block:
         shared += 8 * tokens * s.share
     if s.copied:
         shared += s.ahead * chunk_rows(c, s) * c.K * ITEMSIZE[c.state_dtype]
+    if s.stores.startswith("bulk"):
+        # two places for each thread's rows, and alignment
+        shared += 2 * threads * held_elements(c, s) * ITEMSIZE[c.state_dtype] + 128
     return Block(threads, shared)
 
 
@@ -172,6 +176,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return f"stores={s.stores!r}: expected one of {listed(STORES)}"
     if s.stores != "plain" and (c.layout != "k_last" or s.vec * ITEMSIZE[c.state_dtype] != 16):
         return f"stores={s.stores!r}: expected plain but for k_last and stores of 16 bytes"
+    if s.stores.startswith("bulk") and s.split != 1:
+        return f"stores={s.stores!r} with split={s.split}: expected split=1, rows of one warp"
     if not 0 <= s.beyond <= BEYOND:
         return f"beyond={s.beyond}: expected 0 to {BEYOND}"
     if s.beyond and (c.layout != "k_last" or s.heads):
@@ -236,15 +242,17 @@ class _Form(NamedTuple):
     stores: str = "plain"
 
 
-# What won somewhere, or was within 1% of it, on an H200 with H=16, HV=64, K=V=128, bf16 and fp32
-# states, B=1 to 256, in a chain, with and without dependent launch: of one token, of several, of
-# windows that are shifted. Left out, though legal: rows that are not spread, 8 or 32 lanes, four
-# heads a block of a ring, more chunks on their way in registers, and `beyond`, which won nowhere.
+# What won somewhere, or was within 1% of it, on an H200 with H=16, HV=64 (KDA: 32 and 12), K=V=128,
+# B=1 to 256, in a chain, with and without dependent launch: of one token, of several, of windows
+# that are shifted. Left out, though legal: rows that are not spread, 8 or 32 lanes, four heads a
+# block of a ring, bulk stores of one token, and `beyond`, which won nowhere.
 _ONE = (
     _Form(256, 4),
     _Form(256, 4, 64),
     _Form(128, 8, 64),
     _Form(128, 8, 64, stores="first"),
+    _Form(128, 4, 32),
+    _Form(128, 4, 32, stores="first"),
     _Form(128, 4, share=2),
     _Form(128, 4, share=2, stores="first"),
     _Form(128, 4, ahead=2, copied=True, registers=80),
@@ -252,14 +260,39 @@ _ONE = (
     _Form(128, 8, ahead=2, copied=True),
     _Form(128, 2, ahead=4, copied=True, registers=64),
 )
+# of states in fp32, where a head's 64 KB on their way at once are four chunks, or two of 256 threads
+_ONE_WIDE = (
+    *_ONE,
+    _Form(128, 2, ahead=4, copied=True, registers=80),
+    _Form(256, 4, ahead=2),
+    _Form(256, 4, ahead=2, copied=True),
+    _Form(256, 2, ahead=4, copied=True),
+)
 _SEVERAL = (
     _Form(256, 4),
     _Form(256, 4, 64),
     _Form(256, 4, 64, stores="first"),
     _Form(256, 4, 64, registers=64),
+    _Form(256, 4, 64, registers=64, stores="bulk"),
+    _Form(256, 4, 64, registers=64, stores="bulkfirst"),
     _Form(128, 8, 64),
     _Form(128, 8, 64, stores="first"),
+    _Form(128, 8, 64, stores="bulk"),
+    _Form(128, 8, 64, stores="bulkfirst"),
+    _Form(128, 8, 64, registers=96, stores="bulk"),
+    _Form(256, 8, stores="bulk"),
     _Form(128, 8, ahead=2, copied=True),
+    _Form(128, 8, ahead=2, copied=True, stores="first"),
+)
+_SEVERAL_WIDE = (
+    _Form(256, 4),
+    _Form(256, 4, 64),
+    _Form(256, 4, 64, stores="first"),
+    _Form(256, 4, 64, stores="bulk"),
+    _Form(128, 8, 64, stores="first"),
+    _Form(128, 4, 32, stores="first"),
+    _Form(128, 4, 32, stores="bulk"),
+    _Form(128, 4, ahead=2, copied=True, stores="first"),
     _Form(128, 8, ahead=2, copied=True, stores="first"),
 )
 _ONE_SHIFTED = (
@@ -276,6 +309,8 @@ _SEVERAL_SHIFTED = (
     _Form(128, 8, ahead=2, copied=True, registers=128, share=2, group=4),
     _Form(256, 4, share=SHIFTED_HEADS),
     _Form(256, 4, share=SHIFTED_HEADS, stores="first"),
+    _Form(256, 4, share=SHIFTED_HEADS, stores="bulk"),
+    _Form(128, 4, registers=96, share=2, group=4, stores="bulk"),
     _Form(128, 8, ahead=2, copied=True, share=SHIFTED_HEADS),
 )
 
@@ -284,7 +319,10 @@ def _measured(c: Contract, device: Device) -> list[Knobs]:
     """The settings above, for the sizes that they were measured with; none for others."""
     if (c.layout, c.K, c.V) != ("k_last", 128, 128) or c.norm == "none":
         return []
-    forms: tuple[_Form, ...] = _ONE if compiled_tokens(c) == 1 else _SEVERAL
+    wide = c.state_dtype == "fp32"
+    forms: tuple[_Form, ...] = _SEVERAL_WIDE if wide else _SEVERAL
+    if compiled_tokens(c) == 1:
+        forms = _ONE_WIDE if wide else _ONE
     if c.conv != "none" and c.conv_window != "ring" and c.op == "gdn_decode":
         forms = _ONE_SHIFTED if compiled_tokens(c) == 1 else _SEVERAL_SHIFTED
     found = [
@@ -295,7 +333,7 @@ def _measured(c: Contract, device: Device) -> list[Knobs]:
             row=c.intermediate == "slots",
         )
         for f in forms
-        if _has_clusters(device) or not (f.tile_v or f.group > 1)
+        if _has_clusters(device) or not (f.tile_v or f.group > 1 or f.stores.startswith("bulk"))
     ]  # fmt: skip
     return [s for s in dict.fromkeys(found) if not refuse(c, s)]
 

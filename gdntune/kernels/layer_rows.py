@@ -11,11 +11,23 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
+from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cutlass_dsl import dsl_user_op
 
 from gdntune.kernels import l2, recurrent
 
 F32 = Float32
+
+
+@dsl_user_op
+def _store_run(to, source, size: int, first: bool, *, loc=None, ip=None) -> None:
+    """Starts a copy of `size` bytes of shared memory, a multiple of 16, to global memory. first: in lines that L2 evicts first."""
+    hint = Int64(l2.EVICT_FIRST).ir_value(loc=loc, ip=ip) if first else None
+    nvvm.cp_async_bulk_global_shared_cta(
+        to.to_llvm_ptr(loc=loc, ip=ip), source.to_llvm_ptr(loc=loc, ip=ip), Int32(size).ir_value(loc=loc, ip=ip),
+        l2_cache_hint=hint, loc=loc, ip=ip,
+    )  # fmt: skip
 
 
 class Rows(recurrent.Recurrent):
@@ -30,6 +42,7 @@ class Rows(recurrent.Recurrent):
         self.head_chunks = self.tile // self.chunk
         self.ahead, self.copied = knobs["ahead"], knobs["copied"]
         self.stores, self.beyond = knobs["stores"], knobs["beyond"]
+        self.bulk = self.stores.startswith("bulk")
         # Chunks that a turn of the loop takes: registers have no index, so that each chunk on its way is written out.
         self.turn = 1 if self.copied else self.ahead
 
@@ -72,12 +85,56 @@ class Rows(recurrent.Recurrent):
         """
         if const_expr(not store or self.stores == "plain"):
             recurrent.Recurrent.copy_rows(self, tile, raw, row0, lane, store)
+        elif const_expr(self.bulk):
+            self.send_rows(tile, raw, row0, lane)
         else:
             for i in cutlass.range_constexpr(self.RV):
                 for c in cutlass.range_constexpr(self.KC):
                     at = cute.local_tile(tile[row0 + i, None], (self.vec,), (c * self.shares + lane,)).iterator.toint()
                     words = cute.recast_tensor(cute.local_tile(raw[i, None], (self.vec,), (c,)), Int32)
                     l2.store_evict_first(at, [words[0], words[1], words[2], words[3]])
+
+    def open_stores(self, smem):
+        """Where bulk stores leave from: of each warp two places for its rows, and which of them is next."""
+        rows = self.RV * 32 // self.lanes
+        shape = (self.warps, 2, rows, self.K)
+        stride = (2 * rows * self.K, rows * self.K, self.K, 1)
+        # both outlive the loops that store, and reach them beside `recurrent`'s arguments
+        self.leaving = smem.allocate_tensor(self.state_dtype, cute.make_layout(shape, stride=stride), 128)
+        self.turns = cute.make_rmem_tensor((1,), Int32)
+        self.turns[0] = 0
+
+    @cute.jit
+    def send_rows(self, tile, raw, row0, lane):
+        """A warp's rows, which lie one behind the other, to memory by one bulk store: no warp waits in line for memory to take its
+        rows, as it does behind stores of its own.
+        """
+        tid, _, _ = cute.arch.thread_idx()
+        turn = self.turns[0]
+        self.turns[0] = 1 - turn
+        place = self.leaving[tid // 32, turn, None, None]
+        wl = tid % 32
+        if wl == 0:
+            # of the two places this one's rows have left
+            cute.arch.cp_async_bulk_wait_group(1, read=True)
+        cute.arch.sync_warp()
+        for i in cutlass.range_constexpr(self.RV):
+            for c in cutlass.range_constexpr(self.KC):
+                row = place[wl // self.lanes * self.RV + i, None]
+                at = cute.local_tile(row, (self.vec,), (c * self.shares + lane,))
+                cute.autovec_copy(cute.local_tile(raw[i, None], (self.vec,), (c,)), at)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if wl == 0:
+            size = const_expr(self.RV * 32 // self.lanes * self.K * self.state_dtype.width // 8)
+            _store_run(tile[row0, None].iterator, place.iterator, size, self.stores == "bulkfirst")
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def end_stores(self, tid):
+        """Shared memory stays until all has left it."""
+        if tid % 32 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def next_rows(self, source, coming, j: cutlass.Constexpr, row0, it, chunks, thread):

@@ -1,7 +1,8 @@
-"""cp.async: copies from global to shared memory that a thread starts, and later waits for.
+"""cp.async: copies that a thread starts, and later waits for; in bulk from shared to global memory.
 
 What a copy brings is written when its thread waits for it: a read before that shows what was there
-before, and another thread's read without a barrier after it is a race.
+before, and another thread's read without a barrier after it is a race. What a bulk copy takes is
+read then too: a write before that is taken in its place.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -62,11 +63,82 @@ class Copies:
                 raise Fault(f"an end before copies that were started, {who}")
 
 
+class _Leaving(NamedTuple):
+    """A thread's bulk copy from shared memory: the bytes, their addresses, and its group."""
+
+    lane: int
+    source: Array
+    to: Array
+    group: int
+
+
+class Stores:
+    """A grid's bulk copies to global memory that are under way."""
+
+    def __init__(self, threads: int):
+        self._closed = np.zeros(threads, np.int64)  # groups that each thread has closed
+        self._pending: list[_Leaving] = []
+
+    def start(self, lane: int, source: Array, to: Array) -> None:
+        """Thread `lane` sends what is at addresses of shared memory, 16 bytes at each."""
+        self._pending.append(_Leaving(lane, source, to, int(self._closed[lane])))
+
+    def close(self, threads: Threads) -> None:
+        """What these threads started since makes a group."""
+        self._closed[threads.lanes] += 1
+
+    def finish(self, grid: "Grid", i: Instruction, threads: Threads, left: int) -> None:
+        """Moves what these threads' groups send, but for the last `left`."""
+        pending, self._pending = self._pending, []
+        for s in pending:
+            if threads.mask[s.lane] and s.group < self._closed[s.lane] - left:
+                one = grid.where(i, Threads.of_lanes(np.array([s.lane]), grid.size))
+                lanes = np.full(len(s.source), s.lane)
+                where = lambda _, one=one: one(0)  # noqa: E731
+                grid.memory.store(s.to, grid.shared.load(s.source, 16, lanes, where), lanes, where)
+            else:
+                self._pending.append(s)
+
+    def require_none(self, grid: "Grid", i: Instruction, threads: Threads) -> None:
+        """A fault where one of these threads, which end, did not wait until its bytes had left."""
+        for s in self._pending:
+            if threads.mask[s.lane]:
+                who = grid.where(i, Threads.of_lanes(np.array([s.lane]), grid.size))(0)
+                raise Fault(f"an end before bulk copies have left shared memory, {who}")
+
+
+def _bulk(i: Instruction, program: Program) -> Step:
+    """cp.async.bulk from shared to global memory, and the waits for it."""
+    if "commit_group" in i.parts:
+        return Step(lambda grid, threads: grid.stores.close(threads))
+    if "wait_group" in i.parts:
+        left = int(i.operands[0])
+        return Step(lambda grid, threads: grid.stores.finish(grid, i, threads, left))
+    if i.parts[3:6] != ("global", "shared_cta", "bulk_group"):
+        raise Unmodelled(i.text)
+    to, source = address(i.operands[0], program), address(i.operands[1], program)
+    count = reader(i.operands[2], "u32", program)
+
+    def run(grid: "Grid", threads: Threads) -> None:
+        grid.ahead.require(i, grid, threads, "a store")
+        at, wide = threads.of(to(grid)), threads.of(count(grid))
+        here = grid.in_shared(source(grid), threads)
+        if (wide % 16).any() or (at % 16).any() or (here % 16).any():
+            raise Fault(f"{i.text}: expected multiples of 16 bytes")
+        for n, lane in enumerate(threads.lanes):
+            steps = np.arange(0, int(wide[n]), 16)
+            grid.stores.start(int(lane), here[n] + steps, at[n] + steps)
+
+    return Step(run)
+
+
 def copy(i: Instruction, program: Program) -> Step:
-    """cp.async of 4, 8 or 16 bytes by each thread, the waits for it, and L2's prefetch of many."""
+    """cp.async of 4, 8 or 16 bytes by each thread, the waits for it, and copies of many bytes."""
     if i.parts[1:-1] == ("async", "bulk", "prefetch", "L2"):
         return prefetch(i, program)
-    if i.parts[1] != "async" or "bulk" in i.parts or "mbarrier" in i.parts:
+    if i.parts[1:3] == ("async", "bulk"):
+        return _bulk(i, program)
+    if i.parts[1] != "async" or "mbarrier" in i.parts:
         raise Unmodelled(i.text)
     if "commit_group" in i.parts:
         return Step(lambda grid, threads: grid.copies.close(threads))

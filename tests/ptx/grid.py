@@ -12,7 +12,7 @@ import numpy as np
 
 from . import instructions
 from .clusters import Clusters
-from .copies import Copies
+from .copies import Copies, Stores
 from .dependent import Ahead
 from .faults import Fault, Unmodelled
 from .memory import Global, Shared
@@ -61,6 +61,7 @@ class Grid:
         self._shared_of = np.arange(self.size) // self.threads * self.shared.block_bytes
         memory.races = Races(self.clock, memory.bytes.size - memory.watched)
         self.copies = Copies(self.size)
+        self.stores = Stores(self.size)
         self.clusters = Clusters(launch.cluster, self.blocks, self.threads)
         self.ahead = Ahead(self.size, launch.dependent)
         self._steps = [instructions.step(i, program) for i in program.instructions]
@@ -199,6 +200,7 @@ def _branch(grid: Grid, at: int, i: Instruction, threads: Threads, taking: Threa
 
 def _end(grid: Grid, at: int, i: Instruction, threads: Threads, taking: Threads) -> None:
     grid.copies.require_none(grid, i, taking)
+    grid.stores.require_none(grid, i, taking)
     grid.ahead.require(i, grid, taking, "an end")
     grid.go(at + 1, threads.mask & ~taking.mask)
 

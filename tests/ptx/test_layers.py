@@ -84,6 +84,29 @@ ROWS = [
         pdl="first",
     ),
     row(Contract(**STEP, conv_window="shifted"), 3, ilp=4, share=8, group=1, beyond=1),
+    # states that leave by bulk stores: of each token, of several chunks of rows, of both
+    row(Contract(norm="silu", **SLOTS), 2, tile_v=64, row=True, stores="bulkfirst", pdl="first"),
+    row(Contract(**STEP, state_dtype="fp32"), 3, ilp=4, vec=4, share=2, stores="bulkfirst"),
+    row(RAGGED, 3, LENGTHS, ilp=4, copied=True, ahead=2, stores="bulk"),
+    row(
+        Contract(**KDA, state_dtype="fp32"), 1, tile_v=64, ilp=4, threads=256, vec=4, stores="bulk"
+    ),
+    row(Contract(norm="silu", **SLOTS), 1, ilp=8, threads=256, row=True, stores="bulk"),
+    row(
+        Contract(**STEP, **SLOTS, conv_window="shifted"),
+        3,
+        ilp=4,
+        threads=128,
+        registers=96,
+        share=2,
+        group=4,
+        row=True,
+        stores="bulk",
+    ),
+    row(Contract(**KDA, state_dtype="fp32"), 1, ilp=4, threads=256, vec=4, ahead=2, copied=True),
+    row(
+        Contract(norm="silu", tokens=3, intermediate="dense"), 1, ilp=2, threads=256, stores="bulk"
+    ),
     # windows that are shifted in place, by a cluster of their readers: with idle blocks, of one head each, of two
     WINDOW,
     row(
@@ -177,6 +200,34 @@ def test_a_window_that_is_moved_on_too_early(builder):
         case = make_case(WINDOW.problem, "cpu", 0)
         with pytest.raises(Fault, match="races with the load"):
             call.decode(made, WINDOW.contract, text)(*case.arguments())
+
+
+BULK = row(Contract(norm="silu", **SLOTS), 2, {}, tile_v=64, row=True, stores="bulkfirst")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (r"cp\.async\.bulk\.wait_group\.read\s+1;", ""),
+        (r"cp\.async\.bulk\.wait_group\.read\s+0;", ""),
+        (r"(cp\.async\.bulk\.global[^;]*), %r\d+, (%rd\d+);", r"\1, 2048, \2;"),
+    ],
+    ids=["a place is written too early", "an end too early", "half of the rows"],
+)
+def test_broken_bulk_stores_are_caught(broken, builder):
+    """A fault, or a verdict that is not ok."""
+    made = builder.get(BULK.contract, BULK.variant)
+    text = re.sub(*broken, made.ptx)
+    assert text != made.ptx
+    truth = Truth(make_case(Problem(BULK.contract, 1, 1, 2), "cpu", 0))
+    case = truth.before.clone()
+
+    def judge():
+        call.decode(made, BULK.contract, text)(*case.arguments())
+        truth.judge(case).require()
+
+    with pytest.raises((Fault, CheckFailed)):
+        judge()
 
 
 BROKEN = {
