@@ -373,7 +373,11 @@ class Layer(layer_norm.Normed):
             slot, write_slot = self.slots_of(n, read_index, write_index, slot_index, accepted, columns)
         if const_expr(self.beyond):
             later, there = self.further(n)
-            later_slot, _ = self.slots_of(later, read_index, write_index, slot_index, accepted, columns)
+            if const_expr(self.row):
+                # no slot that hangs on `accepted` is waited for here, ahead of the own state
+                later_slots, later_first = self.ask_row(later, tid % 32, slot_index, accepted, columns)
+            else:
+                later_slot, _ = self.slots_of(later, read_index, write_index, slot_index, accepted, columns)
         at = Int32(0)
         if const_expr(self.convolves):
             # no position reaches memory that is not the slot's
@@ -435,10 +439,6 @@ class Layer(layer_norm.Normed):
             coming = self.first_rows(source, smem, block.v0, thread)
             if const_expr(self.bulk):
                 self.open_stores(smem)
-            if const_expr(self.beyond):
-                if there:
-                    rows_there = own_heads * self.V if const_expr(self.share > 1) else self.tile
-                    self.fetch(state, later_slot, slots, block.hv, block.v0, rows_there, tid)
             if const_expr(self.convolves and self.state_first):
                 window = self.read_window(conv, window_slot, held, at, taps)
             if const_expr(self.early and self.per_k and not self.loop):
@@ -467,6 +467,14 @@ class Layer(layer_norm.Normed):
                 of_warp, squares = self.rows_in_registers(F32), cute.make_rmem_tensor((self.norm_rows,), F32)
                 factors = self.weighed(late.gate, rw, block, own_heads, tid)
                 norm = Norm(sO, factors, output, norm_eps, of_warp, squares, sums, arrived, block)
+            if const_expr(self.beyond):
+                if const_expr(self.row):
+                    slot_there = self.start_of_row(later_slots, later_first, later, slot_index, columns)
+                else:
+                    slot_there = later_slot
+                if there:
+                    rows_there = own_heads * self.V if const_expr(self.share > 1) else self.tile
+                    self.fetch(state, slot_there, slots, block.hv, block.v0, rows_there, tid)
             body = self.many_tokens if const_expr(self.loop) else self.one_token
             body(x, options, within, thread, gate, read, kept, source, coming, write_slot, writes, Shared(own_heads, scalars), norm)
             if const_expr(self.normed and not self.ends_early):

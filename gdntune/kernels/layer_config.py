@@ -240,12 +240,13 @@ class _Form(NamedTuple):
     registers: int = 0
     group: int = 1
     stores: str = "plain"
+    beyond: int = 0
 
 
 # What won somewhere, or was within 1% of it, on an H200 with H=16, HV=64 (KDA: 32 and 12), K=V=128,
 # B=1 to 256, in a chain, with and without dependent launch: of one token, of several, of windows
 # that are shifted. Left out, though legal: rows that are not spread, 8 or 32 lanes, four heads a
-# block of a ring, bulk stores of one token, and `beyond`, which won nowhere.
+# block of a ring, bulk stores of one token, and `beyond` of one token, which won nowhere.
 _ONE = (
     _Form(256, 4),
     _Form(256, 4, 64),
@@ -267,6 +268,9 @@ _ONE_WIDE = (
     _Form(256, 4, ahead=2),
     _Form(256, 4, ahead=2, copied=True),
     _Form(256, 2, ahead=4, copied=True),
+    _Form(256, 2, ahead=4, copied=True, stores="first"),
+    _Form(256, 4, stores="first"),
+    _Form(128, 4, ahead=4, copied=True),
 )
 _SEVERAL = (
     _Form(256, 4),
@@ -280,6 +284,10 @@ _SEVERAL = (
     _Form(128, 8, 64, stores="bulk"),
     _Form(128, 8, 64, stores="bulkfirst"),
     _Form(128, 8, 64, registers=96, stores="bulk"),
+    _Form(128, 8, 64, stores="bulk", beyond=256),
+    _Form(128, 8, 64, stores="bulkfirst", beyond=256),
+    _Form(256, 4, 64, registers=64, stores="bulkfirst", beyond=256),
+    _Form(128, 4, 64, ahead=2, copied=True, registers=80, stores="bulk"),
     _Form(256, 8, stores="bulk"),
     _Form(128, 8, ahead=2, copied=True),
     _Form(128, 8, ahead=2, copied=True, stores="first"),
@@ -329,7 +337,7 @@ def _measured(c: Contract, device: Device) -> list[Knobs]:
         Knobs(
             f.tile_v or c.V, f.ilp, 16 // ITEMSIZE[c.state_dtype], 16, f.threads, early=True,
             spread=True, registers=f.registers, ahead=f.ahead, copied=f.copied,
-            share=f.share, group=f.group, stores=f.stores,
+            share=f.share, group=f.group, stores=f.stores, beyond=f.beyond,
             row=c.intermediate == "slots",
         )
         for f in forms
