@@ -388,8 +388,8 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
 
 
 class _Target(NamedTuple):
-    """What the default rule looks for: rows of V a block, threads, elements a thread, heads, and
-    whether rows are copied to shared memory.
+    """What the default rule looks for: rows of V a block, threads, elements a thread, heads,
+    whether rows are copied to shared memory, and how states are stored.
     """
 
     tile_v: int
@@ -398,6 +398,7 @@ class _Target(NamedTuple):
     share: int = 1
     copied: bool = False
     group: int = 1
+    stores: str = "plain"
 
 
 def _target(c: Contract, heads: float) -> _Target:
@@ -413,15 +414,20 @@ def _target(c: Contract, heads: float) -> _Target:
         if several:
             return _Target(c.V, 128, 64, 2, True, group=4)
         return _Target(c.V, 128, 64, SHIFTED_HEADS, True)
+    wide = c.state_dtype == "fp32"
+    if c.norm != "none" and wide and compiled_tokens(c) == 1 and heads < 1:
+        return _Target(c.V // 4, 128, 32) if heads < 0.5 else _Target(c.V, 256, 32)
     if c.norm != "none" and heads < 1:
         return _Target(c.V // 2, 256, 32)
     if compiled_tokens(c) > 1:
         # two blocks a head, but where a convolution would be made twice for few heads
         if c.norm == "none" or (heads < 4 and c.conv != "none"):
             return _Target(c.V, 128, 32)
+        if wide:
+            return _Target(c.V // 2, 256, 32, stores="bulk" if heads >= 4 else "plain")
         if 4 <= heads < 16:
             return _Target(c.V, 128, 64, copied=True)
-        return _Target(c.V // 2, 128, 64)
+        return _Target(c.V // 2, 128, 64, stores="bulk" if heads >= 16 else "plain")
     if heads < 4:
         return _Target(c.V, 256, 32)
     return _Target(c.V, 128, 32, 1 if heads >= 16 else 2, copied=heads >= 16)
@@ -439,7 +445,8 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
     def distance(s: Knobs) -> tuple[Any, ...]:
         return (
             s.pdl != "none",
-            s.stores != "plain" or s.beyond > 0,
+            0 if s.stores == target.stores else 1 if s.stores == "plain" else 2,
+            s.beyond > 0,
             c.intermediate == "slots" and not s.row,
             abs(math.log2(s.tile_v / target.tile_v)),
             abs(math.log2(s.group / target.group)),
