@@ -9,6 +9,11 @@ With S0 the state before the call [V, K], F[t, i] the product of the decays of t
 
 What depends on q, k and the gates alone is computed once a block into shared memory (`wy_block_gdn`, `wy_block_kda`); warps own rows
 of V and all of K, `rows` at a time. Operands are bf16, sums fp32: what is wider than bf16 is a sum of bf16 terms.
+
+What terms lose. A bf16 number has 8 bits, so one term leaves at most 2^-8 of x, two leave 2^-17, three 2^-26. Of u k, u and KDA's
+decayed key in two terms each, that is 2^-16 |u k|. The tolerance for one token is 2^-18 (|S| + 2 rms of S's row), S = D S0 + u k, and a
+bf16 state shows it where S lies next to the middle between two bf16 numbers. So two terms can fail, and most where D S0 and u k nearly
+cancel; in three terms, of whose products those of orders 0 to 2 are summed, at most 2^-24 |u k| is lost, as by fp32 itself.
 """
 
 import dataclasses
@@ -33,6 +38,10 @@ F32, BF = Float32, BFloat16
 TERMS = {"bf16": 1, "fp16": 2, "fp32": 3}
 # products of terms whose orders add up to more than this are below fp32's roundoff
 HIGHEST_ORDER = 2
+
+
+# of four tokens in three terms, the first twice: 16 elements, and what makes an odd number of 16 bytes
+PACKED_STRIDE = 24
 
 
 def third_stride(N: int) -> int:
@@ -90,7 +99,9 @@ class WYBlock(decode.Decode):
         )
         # of u and of a decayed key, where they meet in the final state
         self.u_terms = knobs.get("terms", 2)
-        if self.u_terms == 3:
+        # third terms of u meet the key's first and the key's third u's first, in one product
+        self.paired = self.u_terms == 3 and self.per_k
+        if self.u_terms == 3 and not self.paired:
             # up to four tokens are not packed then: a product has no place for the third term
             self.tokens = max(self.tokens, 8)
         self.state_terms = TERMS[facts["state_dtype"]]
@@ -268,9 +279,13 @@ class WYBlock(decode.Decode):
                 out[t, row] = results[t]
 
     def keep_u(self, u, o: Operands, sU, row) -> None:
-        """F[T, i] u_i in two terms; of each eight tokens the first terms, then the others. Behind them third terms, if there are such."""
+        """F[T, i] u_i in two terms; of each eight tokens the first terms, then the others. Behind them third terms, if there are such.
+
+        Packed: behind the terms of four tokens again the first and the third.
+        """
         N, width = self.shape.N, min(self.shape.N, 8)
-        w = fr.registers(self.u_terms * N, BF)
+        again = self.paired and self.shape.packed
+        w = fr.registers(4 * N if again else self.u_terms * N, BF)
         after = None
         if not self.per_k:
             after = fr.registers(N)
@@ -283,9 +298,12 @@ class WYBlock(decode.Decode):
             at = t // width * 2 * width + t % width
             for term in range(2):
                 cute.autovec_copy(fr.split(both), fr.pair(w, at + term * width))
-            if self.u_terms == 3:
+            if again:
+                cute.autovec_copy(fr.pair(w, at), fr.pair(w, 2 * N + t))
+                cute.autovec_copy(fr.split(both), fr.pair(w, 3 * N + t))
+            elif self.u_terms == 3:
                 cute.autovec_copy(fr.split(both), fr.pair(w, 2 * N + t))
-        cute.autovec_copy(w, cute.local_tile(sU[row, None], (self.u_terms * N,), (0,)))
+        cute.autovec_copy(w, cute.local_tile(sU[row, None], (cute.size(w.shape),), (0,)))
 
     def read_u(self, sU, th):
         """u as A's registers: of each two octets and tile of tokens four registers, two where tokens are few."""
@@ -304,7 +322,10 @@ class WYBlock(decode.Decode):
         return w
 
     def read_third(self, sU, th):
-        """u's third terms as A's registers of half a product: of each two octets and tile of tokens two."""
+        """u's third terms as A's registers of half a product: of each two octets and tile of tokens two.
+
+        Packed: the first terms, then the third ones.
+        """
         if self.u_terms == 2:
             return None
         s = self.shape
@@ -320,15 +341,20 @@ class WYBlock(decode.Decode):
     def key_place(self, o: Operands, th, group: int):
         """Where a lane's row of the keys' operand begins, for four matrices, and how many columns of eight they are.
 
-        Both terms of u meet the same keys. Packed: k's terms lie along the contraction too, if there are two.
+        Both terms of u meet the same keys. Packed: k's terms lie along the contraction too, if there are two. Packed, group 1: k's third
+        terms and then its first, which meet u's first and third.
         """
         s = self.shape
         row, matrix = th.lane % 8, th.lane // 8
         if s.packed:
             t = row % 4
-            term = matrix % 2 if s.key_terms == 2 else 0
+            if group == 1:
+                term = cutlass.select_(row < 4, Int32(2), Int32(0))
+                return (term * s.N + t) * s.stride + matrix * 8
+            terms = min(s.key_terms, 2)
+            term = matrix % 2 if terms == 2 else 0
             at = term * s.N + t if self.per_k else s.row(term, 0, t)
-            return at * s.stride + matrix // s.key_terms * 8
+            return at * s.stride + matrix // terms * 8
         term, n = group // s.tiles, group % s.tiles
         at = term * s.N + 8 * n + row if self.per_k else s.row(term, 0, 8 * n) + row
         return at * s.stride + matrix * 8
@@ -344,16 +370,19 @@ class WYBlock(decode.Decode):
         s = self.shape
         w = self.read_u(sm.u, th)
         third = self.read_third(sm.u, th)
-        groups = 1 if s.packed else s.key_terms * s.tiles
+        groups = s.groups
         # columns of eight keys that four matrices are
-        step = 4 // s.key_terms if s.packed else 4
+        step = s.step
         keys = o.keys if self.per_k else o.x
         places = [self.key_place(o, th, group) for group in range(groups)]
         total = None if self.per_k else o.decay[0]
         for first in range(0, self.share // 2, step):
             words = fr.registers(groups * 8, BF)
             for group in range(groups):
-                fr.read_matrices(keys, places[group] + 8 * first, words, 8 * group, transpose=True)
+                count = s.matrices(group)
+                fr.read_matrices(
+                    keys, places[group] + 8 * first, words, 8 * group, count, transpose=True
+                )
             decays = self.decays_of(o, th, first, step, total)
             for i in range(step):
                 for m in range(self.octets // 2):
@@ -398,13 +427,26 @@ class WYBlock(decode.Decode):
                 for half in range(2):
                     cute.autovec_copy(fr.pair(w, 4 * m + 2 * half), fr.pair(a, 4 * f + 2 * half))
             fr.mma(acc, fr.operand_a(a), fr.operand_b(words, 4 * i))
+            if third is not None:
+                b = fr.operand_b(words, 8 + 2 * i, 8)
+                fr.mma(acc, fr.operand_a(third, 4 * m, 8), b, 8)
         else:
-            for group in range(s.key_terms * s.tiles):
+            for group in range(min(s.key_terms, 2) * s.tiles):
                 b = fr.registers(4, BF)
                 for f in range(2):
                     cute.autovec_copy(fr.pair(words, 8 * group + 2 * i), fr.pair(b, 2 * f))
                 fr.mma(acc, fr.operand_a(w, (m * s.tiles + group % s.tiles) * 8), fr.operand_b(b))
-            for n in range(s.tiles if third is not None else 0):
+            for n in range(s.tiles if self.paired else 0):
+                # u's first terms with the keys' third, u's third with the keys' first
+                at = m * s.tiles + n
+                a, b = fr.registers(8, BF), fr.registers(4, BF)
+                for half in range(2):
+                    cute.autovec_copy(fr.pair(w, 8 * at + 2 * half), fr.pair(a, 2 * half))
+                    cute.autovec_copy(fr.pair(third, 4 * at + 2 * half), fr.pair(a, 4 + 2 * half))
+                for f, group in enumerate((2 * s.tiles + n, n)):
+                    cute.autovec_copy(fr.pair(words, 8 * group + 2 * i), fr.pair(b, 2 * f))
+                fr.mma(acc, fr.operand_a(a), fr.operand_b(b))
+            for n in range(s.tiles if third is not None and not self.paired else 0):
                 # with the keys' first terms
                 a = fr.operand_a(third, (m * s.tiles + n) * 4, 8)
                 fr.mma(acc, a, fr.operand_b(words, 8 * n + 2 * i, 8), 8)
@@ -457,7 +499,9 @@ class WYBlock(decode.Decode):
         if not self.update:
             return Rows(p[w, None, None], None)
         U = 2 * N if self.shape.packed else 2 * N + 8
-        if self.u_terms == 3:
+        if self.paired and self.shape.packed:
+            U = PACKED_STRIDE
+        elif self.u_terms == 3:
             # an odd number of 16 bytes, so that eight rows lie in different banks
             U = third_stride(N)
         u = smem.allocate_tensor(BF, cute.make_layout((W, R, U), stride=(R * U, U, 1)), 16)

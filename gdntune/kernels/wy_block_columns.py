@@ -62,16 +62,19 @@ class Columns:
         d, s = self.d, self.d.shape
         w = d.read_u(sm.u, th)
         third = d.read_third(sm.u, th)
-        groups = 1 if s.packed else s.key_terms * s.tiles
+        groups = s.groups
         # columns of eight keys that four matrices are
-        step = 4 // s.key_terms if s.packed else 4
+        step = s.step
         keys = o.keys if d.per_k else o.x
         places = [d.key_place(o, th, group) for group in range(groups)]
         total = None if d.per_k else o.decay[0]
         for first in range(0, self.eights, step):
             words = fr.registers(groups * 8, BF)
             for group in range(groups):
-                fr.read_matrices(keys, places[group] + 8 * first, words, 8 * group, transpose=True)
+                count = s.matrices(group)
+                fr.read_matrices(
+                    keys, places[group] + 8 * first, words, 8 * group, count, transpose=True
+                )
             for i in range(0, step, 2):
                 decays = [total, total]
                 if d.per_k:
@@ -81,7 +84,7 @@ class Columns:
 
     def advance_one(self, raw, w, third, words, decays, eight: int, i: int, j: int) -> None:
         """An octet of rows, 16 keys."""
-        s = self.d.shape
+        d, s = self.d, self.d.shape
         x = fr.registers(4)
         places = [(eight + half) * self.run + 2 * j for half in range(2)]
         for half in range(2):
@@ -91,7 +94,7 @@ class Columns:
         acc = fr.accumulator(x)
         m, other = j // 2, j % 2
         if s.packed:
-            terms = s.key_terms
+            terms = min(s.key_terms, 2)
             a, b = fr.registers(4 * terms, BF), fr.registers(2 * terms, BF)
             for term in range(terms):
                 for half in range(2):
@@ -100,8 +103,14 @@ class Columns:
                 # both terms of k meet the same u
                 cute.autovec_copy(fr.pair(w, 4 * m + 2 * other), fr.pair(b, 2 * term))
             fr.mma(acc, fr.operand_a(a, 0, 8 * terms), fr.operand_b(b, 0, 8 * terms), 8 * terms)
+            if third is not None:
+                a = fr.registers(4, BF)
+                for half in range(2):
+                    cute.autovec_copy(fr.pair(words, 8 + 2 * (i + half)), fr.pair(a, 2 * half))
+                b = fr.operand_b(third, 4 * m + 2 * other, 8)
+                fr.mma(acc, fr.operand_a(a, 0, 8), b, 8)
         else:
-            for group in range(s.key_terms * s.tiles):
+            for group in range(min(s.key_terms, 2) * s.tiles):
                 a, b = fr.registers(8, BF), fr.registers(4, BF)
                 for term in range(2):
                     # both terms of u meet the same keys
@@ -111,7 +120,18 @@ class Columns:
                     at = (m * s.tiles + group % s.tiles) * 8 + 4 * term + 2 * other
                     cute.autovec_copy(fr.pair(w, at), fr.pair(b, 2 * term))
                 fr.mma(acc, fr.operand_a(a), fr.operand_b(b))
-            for n in range(s.tiles if third is not None else 0):
+            for n in range(s.tiles if d.paired else 0):
+                # u's first terms with the keys' third, u's third with the keys' first
+                a, b = fr.registers(8, BF), fr.registers(4, BF)
+                for f, group in enumerate((2 * s.tiles + n, n)):
+                    for half in range(2):
+                        word = fr.pair(words, 8 * group + 2 * (i + half))
+                        cute.autovec_copy(word, fr.pair(a, 4 * f + 2 * half))
+                at = m * s.tiles + n
+                cute.autovec_copy(fr.pair(w, 8 * at + 2 * other), fr.pair(b, 0))
+                cute.autovec_copy(fr.pair(third, 4 * at + 2 * other), fr.pair(b, 2))
+                fr.mma(acc, fr.operand_a(a), fr.operand_b(b))
+            for n in range(s.tiles if third is not None and not d.paired else 0):
                 # with the keys' first terms
                 a = fr.registers(4, BF)
                 for half in range(2):
@@ -120,4 +140,4 @@ class Columns:
                 at = (m * s.tiles + n) * 4 + 2 * other
                 fr.mma(acc, fr.operand_a(a, 0, 8), fr.operand_b(third, at, 8), 8)
         for half in range(2):
-            fr.pair(raw, places[half]).store(fr.pair(x, 2 * half).load().to(self.d.state_dtype))
+            fr.pair(raw, places[half]).store(fr.pair(x, 2 * half).load().to(d.state_dtype))

@@ -76,6 +76,22 @@ class Shape:
     def zero_rows(self) -> int:
         return 1 if self.rows % 16 else 0
 
+    @property
+    def groups(self) -> int:
+        """Times that the keys of some columns are read for the final state."""
+        if self.packed:
+            return 2 if self.key_terms == 3 else 1
+        return self.key_terms * self.tiles
+
+    @property
+    def step(self) -> int:
+        """Columns of eight keys that are read at a time; packed, two terms of a column are two matrices."""
+        return 4 // min(self.key_terms, 2) if self.packed else 4
+
+    def matrices(self, group: int) -> int:
+        """How many matrices a group is; packed, the third terms' have one a column."""
+        return 2 if self.packed and group == 1 else 4
+
     def row(self, term, which, t):
         """The row of a token's k (which=0) or q."""
         if self.packed:

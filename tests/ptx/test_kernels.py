@@ -83,6 +83,35 @@ def test_a_state_of_one_token_alone(contract, knobs, builder):
 @pytest.mark.parametrize(
     ("contract", "knobs"),
     [
+        (KDA.replace(tokens=4), {}),
+        (KDA.replace(tokens=8, K=64), {"lines": True}),
+        (KDA.replace(tokens=4, layout="v_last"), {"matrices": True}),
+        (KDA.replace(tokens=8, layout="v_last"), {"matrices": True}),
+    ],
+    ids=("T=4", "T=8, whole lines", "T=4, turned matrices", "T=8, turned matrices"),
+)
+def test_a_bf16_state_next_to_the_middle(contract, knobs, builder):
+    """Fault: one of 2,100 random problems of KDA failed on a GPU, where a state lay next to the middle
+    between two bf16 numbers. Here u is all of the state and 15/16 of 2^-17 above such a middle, to
+    which two terms round it, and bf16 to the even number below: 1.8 of the tolerance.
+    """
+    contract = contract.replace(ragged=True, gate="log", beta="given", beta_dtype="fp32")
+    case = make_case(Problem(contract, 3, 1, 2), "cpu", 1, lengths=[1, 1, 1], use_qk_l2norm=False)
+    case.a.fill_(-200.0)
+    case.b.copy_((1 + torch.arange(1, 7) * 2.0**-5 + 2.0**-8 + 15 * 2.0**-21).view(3, 2) / 2)
+    case.k.clamp_(-1, 1).mul_(2.0**-6)[..., 5] = 1.0
+    case.v.fill_(1.0)
+    truth = Truth(case)
+    variant = wy_block_config.KERNEL.variant(wy_block_config.Knobs(16, 4, terms=3, **knobs))
+    case = truth.before.clone()
+    call.decode(builder.get(contract, variant), contract)(*case.arguments())
+    assert truth.judge(case).require().error < 0.1 * TOLERANCE
+    assert all(s.terms == 3 for s in wy_block_config.space(contract, arch.target(cover.ARCH)))
+
+
+@pytest.mark.parametrize(
+    ("contract", "knobs"),
+    [
         (Contract(tokens=8), wy_block_config.Knobs(32, 2, ahead=4)),
         (KDA.replace(mode="frozen", pool=False), wy_block_config.Knobs(16, 8, 256, ahead=2)),
     ],
