@@ -179,6 +179,9 @@ def _ahead(c: Contract, device: Device) -> list[Knobs]:
     found = [Knobs(32, 4, ahead=256), Knobs(16, 4, ahead=512)]
     if c.state_dtype == "bf16":
         found += [dataclasses.replace(s, ahead=256) for s in _whole_lines(c)]
+    if c.op == "kda_decode":
+        # three terms take 13 registers more, and with them the fourth block
+        found += [Knobs(32, 4, registers=128, lines=x, ahead=256) for x in (False, True)]
     return found
 
 
