@@ -174,7 +174,8 @@ def _ahead(c: Contract, device: Device) -> list[Knobs]:
     if c.layout != "k_last" or c.ragged or c.mode == "frozen" or device.arch.startswith("sm_8"):
         return []
     if c.state_dtype == "fp32":
-        return [Knobs(16, 4, ahead=256)]
+        few = [Knobs(16, 4, registers=128, ahead=256)] if c.op == "kda_decode" else []
+        return [Knobs(16, 4, ahead=256), *few]
     # of tiles of 64 rows the block that is as many requests behind is twice as many blocks behind
     found = [Knobs(32, 4, ahead=256), Knobs(16, 4, ahead=512)]
     if c.state_dtype == "bf16":
@@ -189,6 +190,9 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     """The settings worth trying, simplest first."""
     # what won a cell with 4 or 8 tokens on an H200; two warps are for a V of 64
     tried = [Knobs(rows, 4, registers=r) for rows, r in ((32, 0), (32, 128), (16, 0), (16, 96))]
+    if c.state_dtype == "fp32" and c.mode == "update":
+        # with 96 registers it spills more than a sweep times
+        tried[-1] = Knobs(16, 4, registers=128)
     tried += [Knobs(16, 8, 256), Knobs(16, 2)]
     if c.mode == "frozen":
         tried += [Knobs(16, 4, passes=2, registers=96), Knobs(32, 4, registers=96)]
