@@ -7,12 +7,12 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
+from fakes.actors import Start, faulty, impossible, pid, stubborn
 
 from gdntune import search
 from gdntune.device import arch
@@ -369,26 +369,6 @@ def test_a_host_without_the_files_gets_them(cluster, store, tmp_path):
             one.close()
 
 
-def stubborn(start):
-    """A task that does not end; runs in an actor."""
-    time.sleep(10**4)
-
-
-def impossible(start):
-    """A task that gdntune refuses; runs in an actor."""
-    raise MeasurementError("3 of 12 segments have no record")
-
-
-def faulty(start):
-    """A task with a fault of its own; runs in an actor."""
-    raise ZeroDivisionError("x / 0")
-
-
-def pid(start):
-    """The actor's process."""
-    return os.getpid()
-
-
 @pytest.mark.usefixtures("cluster")
 def test_a_killed_actor_is_replaced(store, tmp_path):
     """kill -9, a hang and a fault are values, a refusal is raised; after each the next task has an
@@ -396,7 +376,7 @@ def test_a_killed_actor_is_replaced(store, tmp_path):
     """
     from gdntune.tuning import ray as ray_executor
 
-    start = worker.Start(arch.detect("cpu"), 0, str(store.root), (), config.parse(CONFIG).policy)
+    start = Start(arch.detect("cpu"), 0, str(store.root))
     workers = ray_executor.ray_workers(start, [], store)
     try:
         actor = workers[0]
