@@ -24,7 +24,7 @@ test: lint ## set up, then lint, types and tests; what CI runs
 	@$(MAKE) --no-print-directory -j2 types pytest
 
 pytest: $(VENV)/installed-test ## the tests alone
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-test ## ruff: rules and format
 	$(BIN)/ruff check .

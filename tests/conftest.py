@@ -24,6 +24,13 @@ H100 = (
     / "nvidia-h100-80gb-hbm3"
     / "qwen3.5-397b-a17b.jsonl.xz"
 )
+# The files that take longest, a minute and more each: they go first, so that in the end no core waits
+# for one of them. Below tests/.
+LONGEST = (
+    "ptx/test_kernels.py", "tuning/test_search_shared.py", "kernels/test_kernels_cute.py", "device/test_occupancy.py",
+    "results/test_judge.py", "tuning/test_executors.py", "ptx/test_mutants.py", "report/test_published_figures.py",
+    "kernels/test_kernels_cpu.py", "kernels/test_layers_cpu.py", "kernels/test_ring_kernel.py", "test_docs.py", "test_walks.py",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -158,7 +165,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects what needs a GPU where there is none; the closing summary says how many."""
+    """The longest files first. Deselects what needs a GPU where there is none; the closing summary
+    says how many.
+    """
+    order = {Path(__file__).parent / name: i for i, name in enumerate(LONGEST)}
+    if gone := [str(path) for path in order if not path.exists()]:
+        raise pytest.UsageError(f"LONGEST names files that are not there: {', '.join(gone)}")
+    items.sort(key=lambda item: order.get(item.path, len(order)))
     needing = [item for item in items if item.get_closest_marker("gpu")]
     if needing and not _has_gpu():
         config.hook.pytest_deselected(items=needing)
