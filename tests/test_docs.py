@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import warm
 
+from gdntune.report import published_pages
+
 ROOT = Path(__file__).parent.parent
 PAGES = [
     *sorted(ROOT.glob("*.md")),
@@ -63,6 +65,19 @@ def test_links_lead_somewhere(page):
         r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     )
     gone = [x for x in links if "://" not in x and not (page.parent / x).exists()]
+    assert gone == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_anchors_lead_somewhere(page):
+    """Every link to a heading, of its own page or another, names one that is there."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    gone = []
+    for where, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", text):
+        target = page.parent / where if where else page
+        headings = re.findall(r"^#+ (.+)$", target.read_text(), re.M)
+        if anchor not in map(published_pages.anchor, headings):
+            gone.append(f"{where}#{anchor}")
     assert gone == []
 
 

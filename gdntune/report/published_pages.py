@@ -4,7 +4,8 @@
 
 in a checkout says which figures the journals no longer bear, by page and name, and exits with 1;
 --write puts the journals' own in their place. A part stands between `<!--made:NAME-->` and
-`<!--end-->`, within a sentence or as a block. A test holds that nothing is to be said.
+`<!--end-->`, within a sentence or as a block; `contents` is the page's own table of contents.
+A test holds that nothing is to be said.
 """
 
 import re
@@ -16,7 +17,8 @@ from typing import NamedTuple
 from gdntune.files import write_whole
 from gdntune.report import published_behind, published_figures
 
-PAGES = ("README.md", "docs/results.md", "docs/limits.md")
+PAGES = ("README.md", "docs/results.md", "docs/limits.md", "docs/measured.md")
+CONTENTS = "contents"
 _PART = re.compile(r"<!--made:(?P<name>\S+?)-->(?P<text>.*?)<!--end-->", re.DOTALL)
 
 
@@ -45,6 +47,17 @@ class Stale(NamedTuple):
         return "\n".join([f"{self.page}: {self.name}: the journals say otherwise", *lines])
 
 
+def anchor(heading: str) -> str:
+    """What a link to a heading ends with, on GitHub and on the site."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def contents(text: str) -> str:
+    """A page's headings of the second level as links."""
+    headings = re.findall(r"^## (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), re.M)
+    return "\n".join(f"- [{words}](#{anchor(words)})" for words in headings)
+
+
 def parts(results: Path) -> dict[str, Callable[[], str]]:
     """All that is made of the journals below a folder, by name."""
     return {**published_figures.tables(results), **published_behind.sentences(results)}
@@ -54,10 +67,11 @@ def stale(root: Path, made: Mapping[str, Callable[[], str]]) -> Iterator[Stale]:
     """What the pages of a checkout have otherwise than it is made, and what none of them has."""
     seen = set()
     for page in PAGES:
-        for mark in _PART.finditer((root / page).read_text(encoding="utf-8")):
+        text = (root / page).read_text(encoding="utf-8")
+        for mark in _PART.finditer(text):
             name, said = mark["name"], mark["text"].strip("\n")
             seen.add(name)
-            now = made[name]() if name in made else None
+            now = _made(name, made, text)
             if said != now:
                 yield Stale(page, name, said, now)
     for name in made:
@@ -69,13 +83,19 @@ def rewritten(text: str, made: Mapping[str, Callable[[], str]]) -> str:
     """A page with its parts as they are made; those of other names stay."""
 
     def part(mark: re.Match[str]) -> str:
-        if mark["name"] not in made:
+        now = _made(mark["name"], made, text)
+        if now is None:
             return mark[0]
-        now = made[mark["name"]]()
         around = "\n\n" if "\n" in now or "\n" in mark["text"] else ""
         return f"<!--made:{mark['name']}-->{around}{now}{around}<!--end-->"
 
     return _PART.sub(part, text)
+
+
+def _made(name: str, made: Mapping[str, Callable[[], str]], text: str) -> str | None:
+    if name == CONTENTS:
+        return contents(text)
+    return made[name]() if name in made else None
 
 
 def main(arguments: list[str], root: Path) -> int:

@@ -55,6 +55,18 @@ def test_what_is_no_longer_borne_is_said(tmp_path):
     ]
 
 
+def test_contents_of_a_page():
+    """Headings of the second level as links; code has none, and what is no letter has no place in
+    an anchor.
+    """
+    text = (
+        "# A\n<!--made:contents--><!--end-->\n## H200's `x_y`, 2026-11-29\n```\n## no\n```\n### b\n"
+    )
+    made = "- [H200's `x_y`, 2026-11-29](#h200s-x_y-2026-11-29)"
+    assert published_pages.contents(text) == made
+    assert f"<!--made:contents-->{made}<!--end-->" in published_pages.rewritten(text, {})
+
+
 def test_pages_are_written_anew(tmp_path, monkeypatch, capsys):
     """--write puts the journals' figures in place and nothing else; what is left is said, with 1."""
     root = pages(tmp_path, PAGE)
