@@ -96,6 +96,9 @@ class RayWorker(Begun):
     def _call(self, function: Callable[..., T], *args: Any, timeout: float) -> "T | Crashed":
         import ray
 
+        if self._closed:
+            # Its actor may not have ended yet, and would still answer.
+            return Crashed("crashed", "the worker was closed")
         try:
             found: T = ray.get(self._actor.call.remote(function, args), timeout=timeout)
             return found
