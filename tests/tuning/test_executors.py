@@ -8,6 +8,8 @@ import time
 
 import msgspec
 import pytest
+from fakes import tasks
+from fakes.tasks import broken, die, echo, hang, refuse
 
 from gdntune.device import arch
 from gdntune.errors import GdntuneError, MeasurementError
@@ -163,31 +165,6 @@ def test_on_each():
     assert on_each([], lambda w: w.name) == []
 
 
-def echo(start, x):
-    """A task: what it was given, and its process."""
-    return start, x, os.getpid()
-
-
-def die(start):
-    """A task that ends its process."""
-    os._exit(3)
-
-
-def hang(start):
-    """A task that does not end."""
-    time.sleep(10**4)
-
-
-def refuse(start):
-    """A task that gdntune itself refuses."""
-    raise MeasurementError("no such time")
-
-
-def broken(start):
-    """A task with a fault of its own."""
-    raise ZeroDivisionError("x / 0")
-
-
 def test_a_child_survives_its_tasks():
     """A crash, a hang and a fault are values, a refusal is raised; after each the next task has a
     process.
@@ -207,16 +184,11 @@ def test_a_child_survives_its_tasks():
         assert child.run(echo, 3, timeout=60)[:2] == ("start", 3)
 
 
-def slow_start(start):
-    """A process that takes long to begin, as on a busy machine."""
-    time.sleep(3)
-
-
 def test_a_start_has_a_time_of_its_own():
     """Fault: on a busy machine the imports of a fresh process took its first task's time, and an
     honest variant was taken for one that hangs.
     """
-    with Child("start", begin=slow_start) as child:
+    with Child("start", begin=tasks.slow_start) as child:
         for _ in range(2):
             got = child.run(hang, timeout=1)
             assert got == Crashed("timeout", "no answer within 1 s")
@@ -265,7 +237,7 @@ def test_a_closed_child_starts_nothing():
 HOST = """
 import multiprocessing, sys, threading, time
 from gdntune.tuning.executors import Child
-import test_executors
+from fakes import tasks
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -276,7 +248,7 @@ def own(x):
 
 def times():
     with Child("start") as child:
-        got = child.run(test_executors.echo, 1, timeout=120)
+        got = child.run(tasks.echo, 1, timeout=120)
         assert got[:2] == ("start", 1), got
 """
 HOSTS = {
@@ -290,8 +262,8 @@ if __name__ == "__main__":
     "a spawn in another thread": """
 if __name__ == "__main__":
     with Child("start") as child:
-        child.run(test_executors.echo, 1, timeout=120)
-        thread = threading.Thread(target=child.run, args=(test_executors.hang,), kwargs={"timeout": 600})
+        child.run(tasks.echo, 1, timeout=120)
+        thread = threading.Thread(target=child.run, args=(tasks.hang,), kwargs={"timeout": 600})
         thread.start()
         time.sleep(1)
         process = SPAWN.Process(target=own, args=(0,))
@@ -330,28 +302,13 @@ def test_answers_that_cannot_be_sent(capfd):
     stays clean.
     """
     with Child("start") as child:
-        got = child.run(lock, timeout=60)
+        got = child.run(tasks.lock, timeout=60)
         assert isinstance(got, Crashed) and "pickle" in got.reason
-        got = child.run(leave, timeout=60)
+        got = child.run(tasks.leave, timeout=60)
         assert got == Crashed("crashed", "SystemExit: 3")
-        assert child.run(say, timeout=60) is None
+        assert child.run(tasks.say, timeout=60) is None
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "said\n")
-
-
-def lock(start):
-    """An answer that cannot be pickled."""
-    return threading.Lock()
-
-
-def leave(start):
-    """A task that wants to leave."""
-    sys.exit(3)
-
-
-def say(start):
-    """A task that prints."""
-    print("said", flush=True)
 
 
 class Heard:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fakes.actors import Start, faulty, impossible, pid, stubborn
+from fakes.tasks import Start, broken, hang, pid, refuse
 
 from gdntune import search
 from gdntune.device import arch
@@ -382,16 +382,16 @@ def test_a_killed_actor_is_replaced(store, tmp_path):
         actor = workers[0]
         first = actor.run(pid, timeout=60)
         threading.Timer(0.5, os.kill, (first, signal.SIGKILL)).start()
-        got = actor.run(stubborn, timeout=600)
+        got = actor.run(hang, timeout=600)
         assert isinstance(got, Crashed) and got.status == "crashed" and "process died" in got.reason
         second = actor.run(pid, timeout=60)
         assert second != first
-        got = actor.run(stubborn, timeout=1)
+        got = actor.run(hang, timeout=1)
         assert got == Crashed("timeout", "no answer within 1 s")
-        got = actor.run(faulty, timeout=60)
+        got = actor.run(broken, timeout=60)
         assert isinstance(got, Crashed) and "ZeroDivisionError: x / 0" in got.reason
-        with pytest.raises(MeasurementError, match="3 of 12 segments"):
-            actor.run(impossible, timeout=60)
+        with pytest.raises(MeasurementError, match="no such time"):
+            actor.run(refuse, timeout=60)
         assert actor.run(pid, timeout=60) not in (first, second)
     finally:
         for actor in workers:
