@@ -23,8 +23,8 @@ _PART = re.compile(r"<!--made:(?P<name>\S+?)-->(?P<text>.*?)<!--end-->", re.DOTA
 
 
 class Stale(NamedTuple):
-    """A part that a page has otherwise than the journals. made: None where they have none of that
-    name, or no page has the mark.
+    """A part that a page has otherwise than the journals, or, where both are equal, in the wrong
+    place. made: None where they have none of that name, or no page has the mark.
     """
 
     page: str
@@ -38,6 +38,11 @@ class Stale(NamedTuple):
         if self.made is None:
             return (
                 f"{self.page}: {self.name}: no such part; remove its mark, or publish its journal"
+            )
+        if self.made == self.says:
+            return (
+                f"{self.page}: {self.name}: its mark begins a line, which Markdown takes for HTML,"
+                " links and all; put the word before it on that line"
             )
         said, made = self.says.split("\n"), self.made.split("\n")
         pairs = [(a, b) for a, b in zip(said, made, strict=False) if a != b]
@@ -72,7 +77,7 @@ def stale(root: Path, made: Mapping[str, Callable[[], str]]) -> Iterator[Stale]:
             name, said = mark["name"], mark["text"].strip("\n")
             seen.add(name)
             now = _made(name, made, text)
-            if said != now:
+            if said != now or _begins_a_line(mark, text):
                 yield Stale(page, name, said, now)
     for name in made:
         if name not in seen:
@@ -90,6 +95,11 @@ def rewritten(text: str, made: Mapping[str, Callable[[], str]]) -> str:
         return f"<!--made:{mark['name']}-->{around}{now}{around}<!--end-->"
 
     return _PART.sub(part, text)
+
+
+def _begins_a_line(mark: re.Match[str], text: str) -> bool:
+    """Of a part within a sentence."""
+    return "\n" not in mark["text"] and text[: mark.start()].endswith("\n")
 
 
 def _made(name: str, made: Mapping[str, Callable[[], str]], text: str) -> str | None:

@@ -55,6 +55,15 @@ def test_what_is_no_longer_borne_is_said(tmp_path):
     ]
 
 
+def test_a_mark_within_a_sentence_begins_no_line(tmp_path):
+    """Fault: Markdown takes such a line for HTML, and shows its links as they are written."""
+    text = "Ours is\n<!--made:by-->4%<!--end--> faster, [see](x.md).\n"
+    (found,) = published_pages.stale(pages(tmp_path, text), {"by": lambda: "4%"})
+    assert str(found).startswith("README.md: by: its mark begins a line")
+    (tmp_path / "README.md").write_text(text.replace(" is\n", " is "))
+    assert list(published_pages.stale(tmp_path, {"by": lambda: "4%"})) == []
+
+
 def test_contents_of_a_page():
     """Headings of the second level as links; code has none, and what is no letter has no place in
     an anchor.
