@@ -147,15 +147,18 @@ def _turn(calls: Sequence[Callable[[], Any]], ours: Callable[[int], Any] | None,
 
 
 def _replayed(call: Callable[[int], Any], turns: int, recorder: Recorder) -> Callable[[int], Any]:
-    """A call of several kernels as one graph a turn."""
+    """A call of several kernels as one graph a turn. A graph knows addresses alone, so what the
+    call was bound to stays as long as the replay does.
+    """
     for i in range(turns):
         call(i)
     replays = recorder.record([partial(call, i) for i in range(turns)])
+    return partial(_replay, replays, call)
 
-    def replay(turn: int) -> None:
-        replays[turn % turns]()
 
-    return replay
+def _replay(replays: Sequence[Callable[[], Any]], bound: Callable[[int], Any], turn: int) -> None:
+    """bound: what was captured, which owns the tensors that the graphs read."""
+    replays[turn % len(replays)]()
 
 
 def packed(entries: Sequence[Named]) -> bool:

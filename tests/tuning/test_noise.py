@@ -14,6 +14,7 @@ from gdntune.cli.app import app
 from gdntune.device import arch
 from gdntune.device.arch import Clocks
 from gdntune.errors import JournalError
+from gdntune.kernels.spec import Variant
 from gdntune.report.report import report
 from gdntune.report.tables import table_document
 from gdntune.results import table
@@ -52,6 +53,20 @@ def test_what_nobody_could_believe(ours, reason):
     """Fault: a busy CPU's 0.003 of the floor was printed plainly."""
     found = noise.noise(H100, timed(ours))
     assert found == reason if not reason else reason in found
+
+
+def test_a_peer_whose_samples_lie_apart():
+    """Fault: a peer's time was 4 us in half of the samples and 54 in the others, and no word said
+    so.
+    """
+    peer = Variant("peer:else", "peer:else.entry", {})
+    for samples, reason in (
+        ((54.0, 4.0) * 8, "half of peer:else.entry's samples are"),
+        ((54.0, 60.0) * 8, ""),
+    ):
+        cell = [*timed((10.0,) * 8), TimedVariant(peer, "peer", [], list(samples))]
+        found = noise.noise(H100, cell)
+        assert found == reason if not reason else reason in found
 
 
 def test_a_load_above_the_cores(monkeypatch):
