@@ -189,7 +189,9 @@ def theirs(cases: list[Case], found: list[torch.Tensor]) -> Callable[[Any], Any]
     def steps(case: Case) -> list[Callable[[], Any]]:
         K, V = case.contract.K, case.contract.V
         names = ("A_log", "a", "dt_bias", "q", "k", "v", "b", "scale", "output")
+        # once: what has gaps its call would copy each time
         given = {name: getattr(case, name) for name in names} | {
+            **{name: getattr(case, name).contiguous() for name in ("q", "k", "v")},
             # a pool with gaps is refused, and at one request copied by each call
             "initial_state_source": case.state.contiguous(),
             "initial_state_indices": case.read_index,
