@@ -148,16 +148,16 @@ def behind_table(found: Sequence[Behind]) -> str:
 
 
 def behind_short(found: Sequence[Behind]) -> str:
-    """The same of the headline GPU in a line a library, without our own kernels apart."""
+    """The same in a line a library and GPU, the headline one first; without our own kernels."""
     lines: dict[str, dict[str, list[Behind]]] = {}
-    for one in found:
-        peer = one.peer.split()[0]
-        if one.gpu == HEADLINE and peer not in APART:
+    for one in sorted(found, key=lambda one: one.gpu != HEADLINE):
+        if one.peer.split()[0] not in APART:
             words = re.sub(r",? T=\d+", "", one.contract)
             words += "" if one.where in _USUAL else f", {one.where}"
-            lines.setdefault(_named(peer), {}).setdefault(words, []).append(one)
+            who = f"{_named(one.peer)}, {one.gpu}"
+            lines.setdefault(who, {}).setdefault(words, []).append(one)
     said = [
-        f"- **Behind {who}, {HEADLINE}**: {'; '.join(map(_short, kinds.items()))}."
+        f"- **Behind {who}**: {'; '.join(map(_short, kinds.items()))}."
         for who, kinds in lines.items()
     ]
     return "\n".join(said) or f"- {NOWHERE}"

@@ -185,7 +185,8 @@ def test_steps_and_rings_by_batch(tmp_path):
 
 def test_where_others_are_ahead_in_words(tmp_path):
     """By library, contract and HV: both times and by how much; the short list has no kernel of
-    ours, and a bench of another policy is named.
+    ours, and a bench of another policy is named. Fault: it left out where the GPU that is not the
+    headline's is behind, and which version it is behind of.
     """
     found = published(tmp_path, "0.33.0", vllm=0.8, apart=0.9, fla=1.1)
     (one, *_), apart = (
@@ -200,8 +201,14 @@ def test_where_others_are_ahead_in_words(tmp_path):
     )
     assert line.endswith("| 25% |") and second.startswith("|  | GDN T=1 bf16")
     assert published_behind.behind_short([one, *apart]) == (
-        "- **Behind vLLM, H200**: GDN bf16, in a chain of layers (T=1): up to 25%, 1 of 1 cells."
+        "- **Behind vLLM 0.33.0, H200**: GDN bf16, in a chain of layers (T=1):"
+        " up to 25%, 1 of 1 cells."
     )
+    both = published_behind.behind_short([one._replace(gpu="H100", peer="fla 0.6.0"), one])
+    assert [line.split("**")[1] for line in both.splitlines()] == [
+        "Behind vLLM 0.33.0, H200",
+        "Behind fla 0.6.0, H100",
+    ]
     assert published_behind.behind_short(apart) == f"- {published_behind.NOWHERE}"
     assert published_behind.behind_table([]) == published_behind.NOWHERE
     assert published_behind.measured(found).endswith(
