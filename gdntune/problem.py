@@ -53,7 +53,8 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
         to request n.
     ragged: q, k, v are packed rows [1, total, ...] delimited by cu_seqlens.
     norm: what the layer does with a head's output o [V] in the same call: nothing, or
-        o rsqrt(mean(o^2) + eps) norm_weight gate(output_gate), its gate `silu` or `sigmoid`.
+        o rsqrt(mean(o^2) + eps) norm_weight gate(output_gate), its gate `silu` or `sigmoid`. With
+        a ring GDN alone has it.
     norm_weight_dtype: of its weight [V]; the output gate has the inputs' dtype.
     conv: what the layer does with q, k and v before, in the same call: nothing, or the causal
         convolution of each channel over its last tokens, with `silu` behind it or without
@@ -68,7 +69,8 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
         [b | a]. Weights and windows are packed either way.
     ring: how many corrections a request's ring holds at most between folds into the state, 16 or
         32; 0: there is no ring, each call writes the state. The tokens of a call are drafts then:
-        they are appended, and count as nothing until a later call's `ring_count` says so.
+        they are appended, and count as nothing until a later call's `ring_count` says so. Behind a
+        convolution there is none.
     ring_dtype: of the corrections u; k is kept in the inputs' dtype, decays in fp32.
     ring_rounding: of a state where a ring is folded into it: to `nearest`, or up or down at random
         in proportion (`stochastic`), by a seed on the device.
@@ -244,8 +246,15 @@ def _ring_fault(c: Contract) -> str | None:
         return "ring_rounding='stochastic' with state_dtype='fp32': nothing is rounded to 16 bits"
     if c.ring not in RINGS:
         return f"ring={c.ring}: expected 0 (none) or one of {listed(RINGS)}"
-    if c.layer:
-        return f"ring={c.ring} with norm={c.norm!r}, conv={c.conv!r}: expected 'none' of both"
+    if c.conv != "none":
+        return (
+            f"ring={c.ring} with conv={c.conv!r}: expected conv='none'; convolve in a launch ahead"
+        )
+    if c.norm != "none" and c.op != "gdn_decode":
+        return (
+            f"ring={c.ring} with norm={c.norm!r}, op={c.op}: expected norm='none', or"
+            " op=gdn_decode; normalise in a launch behind"
+        )
     if (c.mode, c.intermediate, c.pool, c.ragged) != ("update", "none", True, False):
         return (
             f"ring={c.ring} with mode={c.mode!r}, intermediate={c.intermediate!r}, pool={c.pool},"

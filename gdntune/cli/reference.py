@@ -67,7 +67,8 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "accepted": "with slots: num_accepted_tokens names the column to start from",
         "pool": "states in slots named by indices; else row n is request n's",
         "ragged": "packed rows with cu_seqlens",
-        "norm": "gated RMSNorm over V in the same launch, its gate silu or sigmoid; none: no norm",
+        "norm": "gated RMSNorm over V in the same launch, its gate silu or sigmoid; none: no norm;"
+        " with a ring of GDN alone",
         "norm_weight_dtype": "of the norm's weight",
         "conv": "the convolution ahead in the same launch, with silu or nothing (identity) behind"
         " it; none: no convolution",
@@ -76,7 +77,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "conv_window": "a ring of rows, or rows that are shifted, a channel's side by side or not",
         "conv_input": "its rows: q, k and v packed, or interleaved by q/k head with the gates",
         "ring": "corrections that are kept at most before the state is written: 16 or 32; 0: no"
-        " ring, the state is written at once",
+        " ring, the state is written at once; with a convolution 0",
         "ring_dtype": "of the corrections, fp32 or bf16",
         "ring_rounding": "of a state where a ring is folded into it: nearest, or stochastic by a"
         " seed",

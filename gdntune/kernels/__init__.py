@@ -11,11 +11,13 @@ from gdntune.kernels import (
     cpu_layer_config,
     cpu_recurrent_config,
     cpu_ring_config,
+    cpu_ring_norm_config,
     cpu_stream_config,
     layer_config,
     recurrent_config,
     ring_config,
     ring_kda_config,
+    ring_norm_config,
     stream_config,
     wy_block_config,
     wy_config,
@@ -52,11 +54,13 @@ KERNELS: dict[str, Kernel] = {
         layer_config.KERNEL,
         ring_config.KERNEL,
         ring_kda_config.KERNEL,
+        ring_norm_config.KERNEL,
         stream_config.KERNEL,
         cpu_recurrent_config.KERNEL,
         cpu_stream_config.KERNEL,
         cpu_layer_config.KERNEL,
         cpu_ring_config.KERNEL,
+        cpu_ring_norm_config.KERNEL,
     )
 }
 

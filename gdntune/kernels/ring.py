@@ -68,6 +68,20 @@ class Ring(RingTokens):
         null_index: Int32, use_qk_l2norm: Int32, ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min: Int32, append: Int32,
         ring_seed, stream: CUstream,
     ):  # fmt: skip
+        self.launch(
+            state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, output,
+            scale, softplus_beta, softplus_threshold, lower_bound, beta_scale, null_index, use_qk_l2norm,
+            ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min, append, ring_seed, None, None, None, stream,
+        )  # fmt: skip
+
+    @cute.jit
+    def launch(
+        self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, output,
+        scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
+        null_index: Int32, use_qk_l2norm: Int32, ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min: Int32, append: Int32,
+        ring_seed, output_gate, norm_weight, norm_eps, stream: CUstream,
+    ):  # fmt: skip
+        """The last three: what `ring_norm` has beside a ring; None here."""
         HV = v.shape[2]
         heads = cute.FastDivmodDivisorV2(HV // q.shape[2])
         tiles = self.V // self.tile_v
@@ -81,10 +95,22 @@ class Ring(RingTokens):
             self.view(ring_k, 3, None), self.view(ring_u, 3, None), self.view(ring_decay, 3, None),
             self.view(ring_base, 1), self.view(ring_count, 1), flush_min, append,
             heads, state.shape[0], q.shape[1], ring_u.shape[2], ring_seed, later,
+            self.view(output_gate, 2), norm_weight, norm_eps,
         ).launch(
             grid=(tiles, HV, output.shape[0]), block=(self.threads, 1, 1), stream=stream,
             min_blocks_per_mp=self.resident, preferred_smem_carveout=100 if self.resident or self.shared else None,
         )  # fmt: skip
+
+    def ask_rest(self, output_gate, norm_weight, norm_eps, n, hv, tokens, th):
+        """Issues the loads for what comes behind the delta rule: here nothing does."""
+        return None
+
+    def outputs_of(self, smem, output, n, hv):
+        """Where a head's outputs [T, V] go: to memory at once."""
+        return output[n, None, hv, None]
+
+    def finish(self, rest, rows, output, th):
+        """What comes behind the delta rule, of a head's outputs in `rows`: here nothing."""
 
     @cute.jit
     def run_rows(self, o, matrices, parts, x, mine, came, values, row0, th):
@@ -121,6 +147,7 @@ class Ring(RingTokens):
         scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
         null_index: Int32, use_qk_l2norm: Int32, ring_k, ring_u, ring_decay, ring_base, ring_count, flush_min: Int32, append: Int32,
         heads: cute.FastDivmodDivisorV2, slots: Int32, tokens: Int32, ring_rows: Int32, ring_seed, later,
+        output_gate, norm_weight, norm_eps,
     ):  # fmt: skip
         th = fr.Thread.here()
         vt, hv, n = self.place()
@@ -165,6 +192,7 @@ class Ring(RingTokens):
             came = self.ask_state(source, row0, th, own)
             old_u = self.load_corrections(u_rows, live, row0, th)
             values = self.load_tokens(v, span, hv, row0, th)
+            rest = self.ask_rest(output_gate, norm_weight, norm_eps, n, hv, tokens, th)
             # what follows does not move across this: it would wait for k before the state is asked for
             cute.arch.sync_warp()
             if const_expr(self.ahead > 0):
@@ -231,13 +259,14 @@ class Ring(RingTokens):
                     shown = cutlass.select_(owner, tokens, Int32(0))
                     appended = cutlass.select_(owner, appended, Int32(0))
                 goal = state[Int64(write_slot), hv, None, None]
-                out = output[n, None, hv, None]
+                out = self.outputs_of(smem, output, n, hv)
                 chance = Chance(ring_seed, hv, write_slot)
                 mine = Mine(
                     source, goal, writing, u_rows, live, appended, v, hv, span, out, shown, chance
                 )
                 x = Corrected(keys, old_u, after, total)
                 self.run_rows(o, matrices, parts, x, mine, came, values, row0, th)
+                self.finish(rest, out, output, th)
         else:
             self.zero_rows(output, n, Int32(0), tokens, hv, v0, th.tid)
 

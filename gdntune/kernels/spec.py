@@ -63,6 +63,9 @@ rows is ring + T or more. The call starts from the slot's state with its live en
 Where these are flush_min or more, or T more would not fit into `ring`, that state is written to the
 write slot. Where append is not 0 the call's tokens become the rows behind the live ones.
 
+A kernel of both (`Kernel.layer` and `Kernel.ring`) serves the contracts with a ring and a norm, and
+takes output_gate, norm_weight and norm_eps behind the ring's arguments.
+
 A floor kernel takes (state [slots, n], slots [B] int32: those that it moves, one after another,
 intermediate [B, steps, n] or None, factor float32, sink [1] float32). Nothing is allocated or kept
 by a kernel; CUDA kernels run on the current stream.
@@ -87,6 +90,7 @@ LAYER_ARGUMENTS = (
     "output_gate norm_weight norm_eps mixed_qkv conv_state conv_weight conv_bias conv_position"
 ).split()
 RING_ARGUMENTS = "ring_k ring_u ring_decay ring_base ring_count flush_min append ring_seed".split()
+NORM_ARGUMENTS = LAYER_ARGUMENTS[:3]
 FLOOR_ARGUMENTS = ("state", "slots", "intermediate", "factor", "sink")
 
 Role = Literal["decode", "floor"]
@@ -95,8 +99,9 @@ Facts = Mapping[str, Any]
 
 def arguments_of(contract: Contract) -> list[str]:
     """The names of what a contract's decode kernels are called with, in order."""
-    more = LAYER_ARGUMENTS if contract.layer else RING_ARGUMENTS if contract.ring else ()
-    return [*DECODE_ARGUMENTS, *more]
+    if contract.ring:
+        return [*DECODE_ARGUMENTS, *RING_ARGUMENTS, *(NORM_ARGUMENTS if contract.layer else ())]
+    return [*DECODE_ARGUMENTS, *(LAYER_ARGUMENTS if contract.layer else ())]
 
 
 def knob(tag: str, doc: str, **kw: Any) -> Any:

@@ -186,8 +186,9 @@ class Peer:
     def serving(self, problem: Problem) -> tuple[list[Entry], str]:
         """The entries that serve a problem; where there are none, why."""
         c = problem.contract
-        kind: Kind = "layer" if c.layer else "ring" if c.ring else "rule"
-        entries = [entry for entry in self.entries if entry.kind == kind]
+        kind: Kind = "ring" if c.ring else "layer" if c.layer else "rule"
+        # none has a norm behind a ring
+        entries = [e for e in self.entries if e.kind == kind and not (c.ring and c.layer)]
         if not entries:
             return (
                 [],

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdntune.errors import UnsupportedProblem, listed, shown
+from gdntune.errors import UnsupportedProblem
 from gdntune.runtime import layer_call, operators, traced
 from gdntune.runtime.arguments import explain
+from gdntune.runtime.norm_arguments import NORM_GATES, check_epsilon, check_kind, together
 
 # torch.compile sees operators, which are defined when their module is imported.
 assert operators
 _compiling = torch.compiler.is_dynamo_compiling
 _INSIDE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-NORM_GATES = ("silu", "sigmoid")
 ACTIVATIONS = ("silu", "identity")
 CONV_INPUTS = ("packed", "interleaved")
 
@@ -193,15 +193,12 @@ def _call(
 def _layer_of(called: dict[str, Any]) -> tuple[str, Any, str, str]:
     """Of what was given: the norm's kind and epsilon, the convolution's kind, how its rows lie."""
     rows = called.get("conv_input", "packed")
-    if not isinstance(rows, str) or rows not in CONV_INPUTS:
-        raise UnsupportedProblem(
-            f"{shown('conv_input', rows)}: expected one of {listed(CONV_INPUTS)}"
-        )
+    check_kind("conv_input", rows, CONV_INPUTS)
     if rows == "packed":
-        norm = _together(called, "output_gate", "norm_weight")
+        norm = together(called, "output_gate", "norm_weight")
     else:
         norm = called["norm_weight"] is not None
-    conv = _together(called, "conv_state", "conv_weight")
+    conv = together(called, "conv_state", "conv_weight")
     if not norm and not conv:
         raise UnsupportedProblem(
             "neither output_gate and norm_weight nor conv_state and conv_weight are given: expected"
@@ -209,13 +206,9 @@ def _layer_of(called: dict[str, Any]) -> tuple[str, Any, str, str]:
             " kda_decode"
         )
     for name, kinds in (("norm_gate", NORM_GATES), ("conv_activation", ACTIVATIONS)):
-        if not isinstance(called[name], str) or called[name] not in kinds:
-            raise UnsupportedProblem(
-                f"{shown(name, called[name])}: expected one of {listed(kinds)}"
-            )
+        check_kind(name, called[name], kinds)
     epsilon = called["norm_eps"]
-    if isinstance(epsilon, Tensor) or not 0 <= float(epsilon) < 1e30:
-        raise UnsupportedProblem(f"{shown('norm_eps', epsilon)}: expected a finite number from 0")
+    check_epsilon(epsilon)
     if conv and called["output_state_indices"] is not None:
         raise UnsupportedProblem(
             "output_state_indices with a convolution: its window stays in the slot that is read;"
@@ -236,11 +229,3 @@ def _layer_of(called: dict[str, Any]) -> tuple[str, Any, str, str]:
         called["conv_activation"] if conv else "none",
         rows,
     )
-
-
-def _together(called: dict[str, Any], *names: str) -> bool:
-    """Whether all of a pair are given; UnsupportedProblem for one of them."""
-    given = [called[name] is not None for name in names]
-    if any(given) and not all(given):
-        raise UnsupportedProblem(f"{' and '.join(names)}: expected both or neither")
-    return all(given)

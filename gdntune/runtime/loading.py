@@ -32,7 +32,9 @@ def plan(
     if fault := problem_fault(problem):
         raise UnsupportedProblem(fault)
     bound = _runtime(device, index).bind(problem.contract, dependent_launch=dependent_launch)
-    make = make_layer_plan if problem.contract.layer else make_plan
+    c = problem.contract
+    # a ring's has none of either kind, and make_plan says so
+    make = make_layer_plan if c.layer and not c.ring else make_plan
     return make(bound, problem.B, problem.HV, numbers)
 
 

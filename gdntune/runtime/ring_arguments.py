@@ -21,24 +21,32 @@ class Rings:
     ring_base: Any
     ring_count: Any
     ring_seed: Any
+    output_gate: Any
+    norm_weight: Any
     capacity: Any
     flush_min: Any
     append: Any
+    norm: Any
+    norm_eps: Any
 
-    # a layer's, which have gradients
-    output_gate: None = None
+    # a layer's, which has gradients
     conv_state: None = None
 
     @property
     def tensors(self) -> dict[str, Any]:
         """Its tensors by name."""
-        return {name: getattr(self, name) for name in RING_ARGUMENTS[:5]}
+        names = (*RING_ARGUMENTS[:5], "output_gate", "norm_weight")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def values(self) -> tuple[Any, ...]:
         """What a compiled function takes behind a call's numbers."""
         found = numbers(self.capacity, self.flush_min, self.append)
-        return (*self.tensors.values(), *found, self.ring_seed)
+        ring = (getattr(self, name) for name in RING_ARGUMENTS[:5])
+        own = (*ring, *found, self.ring_seed)
+        if self.norm == "none":
+            return own
+        return (*own, self.output_gate, plain(self.norm_weight), float(self.norm_eps))
 
     def contract(self, inner: Contract) -> Contract:
         """The contract of a call whose gates and delta rule are those of another."""
@@ -50,9 +58,22 @@ class Rings:
             )
         dtype: Any = DTYPES[self.ring_u.dtype]
         rounding: Any = "nearest" if self.ring_seed is None else "stochastic"
+        behind: dict[str, Any] = {}
+        if self.norm != "none":
+            weight = self.norm_weight.dtype
+            if weight not in DTYPES:
+                raise UnsupportedProblem(
+                    f"norm_weight has dtype {weight}: expected one of {listed(DTYPES)}"
+                )
+            behind = {"norm": self.norm, "norm_weight_dtype": DTYPES[weight]}
         return check_contract(
-            inner.replace(ring=self.capacity, ring_dtype=dtype, ring_rounding=rounding)
+            inner.replace(ring=self.capacity, ring_dtype=dtype, ring_rounding=rounding, **behind)
         )
+
+
+def plain(weight: Any) -> Any:
+    """A model's parameter as DLPack takes it: without a gradient."""
+    return weight.detach() if weight.requires_grad else weight
 
 
 def numbers(capacity: Any, flush_min: Any, append: Any) -> tuple[int, int]:

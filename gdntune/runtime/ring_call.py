@@ -9,16 +9,18 @@ from gdntune.runtime import arguments, call
 from gdntune.runtime.contracts import Settings, Tensors
 from gdntune.runtime.guard import pattern
 from gdntune.runtime.records import Records
-from gdntune.runtime.ring_arguments import Rings, numbers
+from gdntune.runtime.ring_arguments import Rings, numbers, plain
 
 _CALLS = Records()
 _TENSORS = len(Tensors._fields)
+# behind the ring's tensors: its seed, the output's gate and the norm's weight
+_SEED = _TENSORS + 5
 _V, _OUTPUT = map(Tensors._fields.index, ("v", "output"))
 _modes = torch._C._len_torch_dispatch_stack
 
 
 def run(given: tuple[Any, ...], settings: tuple[Any, ...], ring: tuple[Any, ...]) -> Tensor:
-    """Runs a call given as plain tuples: the fields of `Tensors` and of `Rings` up to ring_seed;
+    """Runs a call given as plain tuples: the fields of `Tensors` and of `Rings` up to norm_weight;
     of `Settings`; the rest of `Rings`. Returns its output.
     """
     asked = (settings, ring)
@@ -29,14 +31,16 @@ def run(given: tuple[Any, ...], settings: tuple[Any, ...], ring: tuple[Any, ...]
         if record is None:
             return _first(key, given, settings, ring)
         _, _, _, adapt, function, found, contract = record
-    tensors, rings, seed = given[:_TENSORS], given[_TENSORS:-1], given[-1]
+    tensors, rings, (seed, gate, weight) = given[:_TENSORS], given[_TENSORS:_SEED], given[_SEED:]
     output = tensors[_OUTPUT]
     if output is None:
         output = torch.empty_like(tensors[_V], memory_format=torch.contiguous_format)
         tensors = (*tensors[:_OUTPUT], output)
     if adapt is not None:
         tensors = adapt(tensors)
-    values = (*tensors, *found, *rings, *numbers(*ring), seed)
+    values = (*tensors, *found, *rings, *numbers(*ring[:3]), seed)
+    if gate is not None:
+        values = (*values, gate, plain(weight), float(ring[4]))
     try:
         function(*values)
     except (TypeError, ValueError, RuntimeError) as e:

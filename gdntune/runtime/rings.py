@@ -24,12 +24,14 @@ from gdntune.runtime.drafts import (
     check_unique,
     checked,
 )
+from gdntune.runtime.norm_arguments import NORM_GATES, check_epsilon, check_kind, together
 from gdntune.runtime.ring_arguments import numbers
 
 _TREE = (
     "retrieve_parent_token: drafts that form a tree are not served; expected a chain of tokens for"
     " each request, and None here"
 )
+_NO_NORM = ("none", 1e-6)
 
 
 def gated_delta_rule_verify(
@@ -55,6 +57,10 @@ def gated_delta_rule_verify(
     capacity: int = 16,
     flush_min: int | None = None,
     append: bool = True,
+    output_gate: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_gate: str = "silu",
+    norm_eps: float = 1e-6,
     retrieve_parent_token: Tensor | None = None,
     state_layout: str = "k_last",
     scale: float | None = None,
@@ -84,6 +90,9 @@ def gated_delta_rule_verify(
         not fit; None: those alone. The state with its live entries goes to the slot of
         output_state_indices, by default the one read.
     append: whether the drafts are kept, in the rows behind the live entries.
+    output_gate, norm_weight, norm_gate, norm_eps: the layer's gated RMSNorm in the same launch,
+        where the first two are given, as in `gated_delta_rule_layer_decode`: output_gate is
+        [B, T, HV, V] of q's dtype, norm_weight [V]. On CUDA V is a power of two then.
 
     What a caller does with its counts, once all layers are through: where a request was folded, its
     base is (base + count) % rows and its count 0; then its count grows by the drafts accepted.
@@ -106,14 +115,24 @@ def gated_delta_rule_verify(
         initial_state_indices,
         initial_state_indices if output_state_indices is None else output_state_indices,
         None, None, None, None, output, ring_k, ring_u, ring_decay, ring_base, ring_count,
-        ring_seed,
+        ring_seed, output_gate, norm_weight,
     )  # fmt: skip
     settings = (
         "gdn_decode", "raw" if g is None else "log", b is not None, False, state_layout, False,
         batch_invariant, False, None, scale, softplus_beta, softplus_threshold, 0.0,
         allow_neg_eigval, null_index, use_qk_l2norm,
     )  # fmt: skip
-    return _run(given, settings, (capacity, flush_min, append), retrieve_parent_token)
+    norm = _norm_of(output_gate, norm_weight, norm_gate, norm_eps)
+    return _run(given, settings, (capacity, flush_min, append, *norm), retrieve_parent_token)
+
+
+def _norm_of(gate: Any, weight: Any, kind: Any, epsilon: Any) -> tuple[str, float]:
+    """The norm's kind and epsilon; of calls without one always the same."""
+    if not together({"output_gate": gate, "norm_weight": weight}, "output_gate", "norm_weight"):
+        return _NO_NORM
+    check_kind("norm_gate", kind, NORM_GATES)
+    check_epsilon(epsilon)
+    return kind, epsilon
 
 
 def kda_verify(
@@ -171,7 +190,7 @@ def kda_verify(
         initial_state, q, k, v, g, beta if b is None else b, A_log, dt_bias, initial_state_indices,
         initial_state_indices if output_state_indices is None else output_state_indices,
         None, None, None, None, output, ring_k, ring_u, ring_decay, ring_base, ring_count,
-        ring_seed,
+        ring_seed, None, None,
     )  # fmt: skip
     gate = "log" if A_log is None else "softplus" if lower_bound is None else "lower_bound"
     settings = (
@@ -179,7 +198,7 @@ def kda_verify(
         scale, softplus_beta, softplus_threshold, 0.0 if lower_bound is None else lower_bound,
         allow_neg_eigval, null_index, use_qk_l2norm,
     )  # fmt: skip
-    return _run(given, settings, (capacity, flush_min, append), retrieve_parent_token)
+    return _run(given, settings, (capacity, flush_min, append, *_NO_NORM), retrieve_parent_token)
 
 
 def _run(
@@ -312,8 +331,9 @@ class RingState:
     that become part of its sequence.
 
     problem: a layer at its largest: `contract.tokens` drafts (1 to 16) of at most B requests.
-        `contract.ring` is the capacity, 16 or 32, `contract.ring_dtype` u's. Of the contract V, K,
-        layout, gate, beta and the dtypes count too.
+        `contract.ring` is the capacity, 16 or 32, `contract.ring_dtype` u's, `contract.norm` the
+        gate of a norm behind each verify. Of the contract V, K, layout, gate, beta and the dtypes
+        count too.
     layers, slots: states are kept of `slots` sequences.
     A_log, dt_bias: the parameters of all layers, [layers, HV] (KDA: dt_bias [layers, HV, K]); the
         caller's tensors. None for both where contract.gate is `log`.
@@ -435,6 +455,9 @@ class RingState:
         b: Tensor,
         state_indices: Tensor,
         *,
+        output_gate: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
         retrieve_parent_token: Tensor | None = None,
         output: Tensor | None = None,
         **settings: Any,
@@ -444,6 +467,8 @@ class RingState:
         q, k: [B, T, H, K], v: [B, T, HV, V], gate: [B, T, HV] (a, or the log decay; KDA's g: [B, T,
             HV, K]), b: [B, T, HV], as `contract.beta` says; strided as you like. T is
             contract.tokens or fewer, the same for all layers of a step.
+        output_gate [B, T, HV, V], norm_weight [V], norm_eps: of the norm behind it, where
+            contract.norm says its gate; else none is given.
         retrieve_parent_token: drafts that form a tree; refused. output: to write to; by default a
             new tensor. settings: scale, use_qk_l2norm, allow_neg_eigval, softplus_beta,
             softplus_threshold, batch_invariant, as of `gated_delta_rule_verify`.
@@ -471,6 +496,14 @@ class RingState:
             "state_layout": c.layout, "null_index": self.null_index, "output": output,
             "retrieve_parent_token": retrieve_parent_token, **settings,
         }  # fmt: skip
+        if (output_gate is not None or norm_weight is not None) != (c.norm != "none"):
+            raise UnsupportedProblem(
+                f"output_gate and norm_weight with a contract of norm={c.norm!r}: expected"
+                f" {'neither' if c.norm == 'none' else 'both'}"
+            )
+        if c.norm != "none":
+            given |= {"output_gate": output_gate, "norm_weight": norm_weight}
+            given |= {"norm_gate": c.norm, "norm_eps": norm_eps}
         if self._kda:
             return kda_verify(q, k, v, gate, lower_bound=self._lower_bound, **given)
         given["a" if c.has_parameters else "g"] = gate
@@ -597,10 +630,12 @@ class RingState:
 
 
 def commit_contract(c: Contract) -> Contract:
-    """What a commit calls behind a verify of a contract: one token, without a gate to compute."""
+    """What a commit calls behind a verify of a contract: one token, without a gate to compute or a
+    norm.
+    """
     return c.replace(
         tokens=1, gate="log", gate_dtype="fp32", beta="given", beta_dtype="fp32",
-        A_log_dtype="fp32", dt_bias_dtype="fp32",
+        A_log_dtype="fp32", dt_bias_dtype="fp32", norm="none", norm_weight_dtype="fp32",
     )  # fmt: skip
 
 

@@ -11,7 +11,15 @@ from gdntune import kernels
 from gdntune.checking.cases import make_case
 from gdntune.checking.check import Truth, check_variant
 from gdntune.device import arch
-from gdntune.kernels import cpu_recurrent_config, cpu_ring_config, ring_config, ring_kda_config
+from gdntune.errors import UnsupportedProblem
+from gdntune.kernels import (
+    cpu_recurrent_config,
+    cpu_ring_config,
+    cpu_ring_norm_config,
+    ring_config,
+    ring_kda_config,
+    ring_norm_config,
+)
 from gdntune.objects.build import SPILL_LIMIT_BYTES, compile_objects
 from gdntune.objects.store import Store, object_spec
 from gdntune.problem import Contract, Problem, contract_fault
@@ -32,6 +40,9 @@ CONTRACTS = [
         op="kda_decode", gate="lower_bound", layout="v_last", state_dtype="fp32", ring=32
     ),
     PLAIN.replace(op="kda_decode", gate="log", ring_dtype="bf16", beta="given", tokens=1),
+    PLAIN.replace(norm="silu", norm_weight_dtype="bf16"),
+    PLAIN.replace(norm="sigmoid", input_dtype="fp32", V=96, layout="v_last", tokens=1),
+    PLAIN.replace(norm="silu", norm_weight_dtype="fp16", input_dtype="fp16", ring=32),
 ]
 
 
@@ -39,11 +50,12 @@ CONTRACTS = [
 def functions():
     """The compiled function of each contract."""
     store = Store()
-    specs = {}
+    specs, compilers = {}, {}
     for c in CONTRACTS:
-        variant = KERNEL.variant(KERNEL.default(c, 1, DEVICE))
-        specs[c] = object_spec(KERNEL, c, variant, DEVICE)
-    for built in compile_objects([(s, KERNEL.compiler) for s in specs.values()], store):
+        kernel = cpu_ring_norm_config.KERNEL if c.layer else KERNEL
+        variant = kernel.variant(kernel.default(c, 1, DEVICE))
+        specs[c], compilers[c] = object_spec(kernel, c, variant, DEVICE), kernel.compiler
+    for built in compile_objects([(s, compilers[c]) for c, s in specs.items()], store):
         assert built.ok, built.reason
     loaded = store.load(list(specs.values()))
     return {c: loaded[s.key] for c, s in specs.items()}
@@ -89,7 +101,9 @@ def test_too_few_rows_are_refused(functions):
         ({"mode": "frozen"}, "mode='frozen'"),
         ({"ragged": True}, "ragged=True"),
         ({"pool": False}, "pool=False"),
-        ({"norm": "silu"}, "norm='silu'"),
+        ({"conv": "silu"}, "conv='silu'"),
+        ({"op": "kda_decode", "gate": "log", "norm": "silu"}, "norm='silu', op=kda_decode"),
+        ({"norm_weight_dtype": "bf16"}, "norm_weight_dtype='bf16'"),
         ({"ring": 0, "ring_dtype": "bf16"}, "ring_dtype or ring_rounding with ring=0"),
         ({"state_dtype": "fp32", "ring_rounding": "stochastic"}, "state_dtype='fp32'"),
     ],
@@ -109,6 +123,9 @@ def test_kernels_serve_rings_or_none():
     assert not {"ring", "ring_kda"} & {
         v.kernel for v in kernels.variants(PLAIN.replace(ring=0), cuda)
     }
+    normed = PLAIN.replace(norm="silu")
+    assert {v.kernel for v in kernels.variants(normed, cuda)} == {"ring_norm"}
+    assert kernels.default(normed, 64, DEVICE).kernel == "cpu_ring_norm"
     variant = cpu_recurrent_config.KERNEL.variant(
         cpu_recurrent_config.KERNEL.default(PLAIN.replace(ring=0), 1, DEVICE)
     )
@@ -139,6 +156,28 @@ def test_the_default_is_tried():
         tried = ring_config.space(c, device)
         assert 3 <= len(tried) <= 10
         assert {ring_config.default(c, n, device) for n in (1, 64, 4096)} <= set(tried)
+
+
+def test_a_norm_has_all_of_a_head_in_a_block():
+    """Of every width that a block can have; what it cannot have is refused by name."""
+    device = arch.target("sm_90a")
+    plain = Contract(tokens=4, ring=16, norm="silu")
+    for V in (32, 64, 128, 256):
+        for changes in ({}, {"state_dtype": "fp32"}, {"tokens": 16, "layout": "v_last"}):
+            c = plain.replace(V=V, **changes)
+            chosen = {ring_norm_config.default(c, n, device) for n in (1, 4096)}
+            for s in (*ring_norm_config.space(c, device), *chosen):
+                assert s.rows * s.warps * s.passes == V
+                outputs = 4 * c.tokens * V
+                inner = ring_config.block(c.replace(norm="none"), s)
+                assert ring_norm_config.block(c, s) == (
+                    inner.threads,
+                    inner.shared_bytes + outputs,
+                )
+    half = ring_norm_config.refuse(plain, ring_config.Knobs(16, 4))
+    assert "V=128 with rows*warps*passes=64" in half
+    with pytest.raises(UnsupportedProblem, match="V=96: .* expected 32, 64, 128, 256 or 512"):
+        ring_norm_config.default(plain.replace(V=96), 64, device)
 
 
 def test_the_default_of_kda_is_what_was_fastest():

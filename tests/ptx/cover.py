@@ -43,10 +43,13 @@ CONTRACT: dict[str, tuple[Any, ...]] = {
     "pool": (True, False),
     "ragged": (False, True),
 }
-# What a kernel of layers has besides.
-LAYER: dict[str, tuple[Any, ...]] = {
+# What a kernel of layers has besides, of which one behind a ring has the norm alone.
+NORM: dict[str, tuple[Any, ...]] = {
     "norm": ("silu", "sigmoid", "none"),
     "norm_weight_dtype": FLOATS,
+}
+LAYER: dict[str, tuple[Any, ...]] = {
+    **NORM,
     "conv": ("none", "silu", "identity"),
     "conv_width": (4, 3, 2),
     "conv_bias": (False, True),
@@ -192,7 +195,8 @@ def _serving(kernel: Kernel, contract: Contract, first: tuple[Any, ...]) -> Any:
 
 def _walk(kernel: Kernel, pick: random.Random) -> list[dict[str, Any]]:
     """Draws that a kernel serves: from one to the next some fields change."""
-    fields = {**CONTRACT, **(LAYER if kernel.layer else {}), **CALL}
+    behind = NORM if kernel.ring else LAYER
+    fields = {**CONTRACT, **(behind if kernel.layer else {}), **CALL}
     if kernel.ring:
         fields |= RING | RING_CALL
     draw: dict[str, Any] | None = None

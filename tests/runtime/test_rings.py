@@ -8,7 +8,7 @@ from public import DEVICES, refused
 
 import gdntune
 from gdntune.checking.cases import make_case
-from gdntune.checking.reference import gates, normalised, recurrence
+from gdntune.checking.reference import gated_norm, gates, normalised, recurrence
 from gdntune.problem import Contract, Problem
 from gdntune.runtime import call as calls
 from gdntune.runtime.rings import commit_contract
@@ -26,9 +26,10 @@ CASES = {
     "at random": GDN.replace(state_dtype="bf16", ring_rounding="stochastic"),
     "kda bound, v_last": GDN.replace(op="kda_decode", gate="lower_bound", layout="v_last"),
 }
+NORMED = GDN.replace(norm="silu", norm_weight_dtype="bf16")
 # what a machine without a compiler needs
 CONTRACTS = [c.replace(tokens=T) for c in CASES.values() for T in {max(1, c.tokens - 1), c.tokens}]
-CONTRACTS += [commit_contract(c) for c in CASES.values()]
+CONTRACTS += [commit_contract(c) for c in CASES.values()] + [NORMED]
 SEQUENCES = int(os.environ.get("GDNTUNE_DRAFT_SEQUENCES", 20))
 STEPS = int(os.environ.get("GDNTUNE_DRAFT_STEPS", 30))
 LAYERS, H, HV = 2, 1, 2
@@ -119,6 +120,62 @@ def test_steps_are_sequential_decode(name, device):
     assert not made.counts.any()
     for layer in range(LAYERS):
         torch.testing.assert_close(of(made, layer), states[layer], rtol=loose, atol=loose)
+
+
+def behind(device, B=3):
+    """The arguments of a norm for B requests' drafts."""
+    gate = torch.randn(B, NORMED.tokens, HV, NORMED.V, device=device).bfloat16()
+    weight = torch.nn.Parameter((1 + torch.randn(NORMED.V, device=device) / 4).bfloat16())
+    return {"output_gate": gate, "norm_weight": weight, "norm_eps": 1e-5}
+
+
+@by_device
+def test_a_norm_behind_verify(device):
+    """Outputs are fp64 decode's behind fp64's gated norm, step by step, the weight a module's parameter;
+    what is kept and committed is as without a norm.
+    """
+    torch.manual_seed(0)
+    made, parameters = rings(NORMED, device=device)
+    assert commit_contract(NORMED) == commit_contract(GDN)
+    slots = torch.tensor([4, 1, 2], device=device)
+    states = [of(made, layer, slots) for layer in range(LAYERS)]
+    for _ in range(12):
+        accepted = torch.randint(0, 5, (3,), device=device)
+        made.begin(slots)
+        for layer in range(LAYERS):
+            given, norm = drafts(NORMED, 3, device), behind(device)
+            output = made.verify(layer, *given, slots, **norm)
+            right, after = truth(NORMED, parameters, layer, given, states[layer])
+            gate, weight = norm["output_gate"].double(), norm["norm_weight"].detach().double()
+            right = gated_norm(right, weight, gate, 1e-5, "silu")
+            torch.testing.assert_close(output.double(), right, rtol=3e-2, atol=3e-2)
+            some = accepted > 0
+            states[layer][some] = after[some, accepted[some] - 1]
+        made.accept(slots, accepted)
+    made.commit(slots)
+    for layer in range(LAYERS):
+        torch.testing.assert_close(of(made, layer, slots), states[layer], rtol=1e-4, atol=1e-4)
+
+
+@by_device
+def test_what_a_norm_lacks_is_named(device):
+    """One of a pair, another gate, a weight of whole numbers, a gate of another shape."""
+    made, _ = rings(NORMED, device=device)
+    slots, given = torch.tensor([4, 1, 2], device=device), drafts(NORMED, 3, device)
+    made.begin(slots)
+    norm = behind(device)
+    refused("norm='silu': expected both", made.verify, 0, *given, slots)
+    lacking = {**norm, "output_gate": None}
+    refused("output_gate and norm_weight: expected both or neither", made.verify, 0, *given, slots,
+            **lacking)  # fmt: skip
+    whole = {**norm, "norm_weight": torch.ones(NORMED.V, dtype=torch.int32, device=device)}
+    refused("norm_weight has dtype torch.int32", made.verify, 0, *given, slots, **whole)
+    short = {**norm, "output_gate": norm["output_gate"][..., :16]}
+    refused("output_gate has shape", made.verify, 0, *given, slots, **short)
+    refused("norm_eps=-1", made.verify, 0, *given, slots, **{**norm, "norm_eps": -1})
+    plain, _ = rings(GDN, device=device)
+    plain.begin(slots)
+    refused("norm='none': expected neither", plain.verify, 0, *given, slots, **norm)
 
 
 @by_device

@@ -291,10 +291,21 @@ class Layer {
     }
   }
 
+ protected:
   struct Weights {
     Tensor gate;
     float weight[widest], eps;
   };
+
+  // The outputs of all heads, normalised, to the call's own.
+  static void finish_all(const Call& c, const Weights& weights, const Floats4& outputs) {
+    const int64_t heads = c.N * c.HV;
+#pragma omp parallel for schedule(static) if (heads * c.V > 1 << 16)
+    for (int64_t i = 0; i < heads; i++) {
+      const Request r = request_of(c, i / c.HV, Setting::writes, Setting::tokens);
+      finish(c, weights.gate, weights.weight, weights.eps, outputs, r, i % c.HV);
+    }
+  }
 
   static void read_weights(const Arguments& given, Call& c, Weights& w) {
     int64_t batch = c.output.size[0];
@@ -308,6 +319,7 @@ class Layer {
     read(weight, weight.data, c.V, w.weight);
   }
 
+ private:
   static int run(const TVMFFIAny* values, int count, TVMFFIAny* result) {
     const Arguments given(values, count, LAYER_NAMES, LAYER_ARGUMENTS);
     Call c = checked<Setting>(values, ARGUMENTS);
@@ -340,14 +352,7 @@ class Layer {
     }
     if constexpr (normed) inner[OUTPUT] = outputs.argument();
     if (const int failed = Decode<Setting>::call(inner, ARGUMENTS, result)) return failed;
-    if constexpr (normed) {
-      const int64_t heads = c.N * c.HV;
-#pragma omp parallel for schedule(static) if (heads * c.V > 1 << 16)
-      for (int64_t i = 0; i < heads; i++) {
-        const Request r = request_of(c, i / c.HV, Setting::writes, Setting::tokens);
-        finish(c, weights.gate, weights.weight, weights.eps, outputs, r, i % c.HV);
-      }
-    }
+    if constexpr (normed) finish_all(c, weights, outputs);
     return 0;
   }
 
