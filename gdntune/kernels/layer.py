@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 from gdntune.kernels import decode, layer_norm, recurrent
 from gdntune.kernels.layer_conv import Conv
 from gdntune.kernels.layer_norm import Norm
-from gdntune.kernels.recurrent import Block, Kept, Operands, Options, Read, Thread
+from gdntune.kernels.recurrent import Block, Gate, Kept, Operands, Options, Read, Thread
 
 F32 = Float32
 # More elements than any row has: a view's last dimension is no bound.
@@ -28,10 +28,14 @@ MANY = 1 << 24
 
 
 class Shared(NamedTuple):
-    """Of value heads that share a block: how many it has, and each token's (decay, beta) of each in shared memory."""
+    """Of value heads that share a block: how many it has, and each token's (decay, beta) of each in shared memory.
+
+    decays: KDA's of all keys in shared memory, where they are computed `once` a block.
+    """
 
     heads: Any
     scalars: Any
+    decays: Any
 
 
 class Brought(NamedTuple):
@@ -50,7 +54,8 @@ class Layer(layer_norm.Normed):
         self.moves = self.update or self.intermediate == "slots"
         # Loads come back in order, so that the window's, which are few, go first and are convolved while the state's are on their way:
         # 2 us of 54 at T=4 and B=16. At T=1 and B=64 rows that are copied lost 0.9 us of 75 by it.
-        self.state_first = self.copied and not self.loop
+        self.state_first = (self.copied and not self.loop and not knobs["window_first"]) or self.sent
+        self.once = knobs["once"]
 
     @cute.jit
     def gated_delta_rule_layer_decode(
@@ -112,7 +117,10 @@ class Layer(layer_norm.Normed):
     @cute.jit
     def read_constants(self, x, conv, norm_weight, mine, block, hl, A_shared, dt_shared, tid):
         """Issues the loads of the model's constants: a head's gate, the norm's weight, the convolution's taps."""
-        gate = self.gate_of(x, A_shared, dt_shared, block.hq, hl, tid)
+        if const_expr(self.once):
+            gate = self.gate_of_key(x, A_shared, dt_shared, block.hq, hl, tid)
+        else:
+            gate = self.gate_of(x, A_shared, dt_shared, block.hq, hl, tid)
         rw, taps = None, None
         if const_expr(self.normed):
             rw = cute.make_rmem_tensor((self.VL,), norm_weight.element_type)
@@ -171,14 +179,36 @@ class Layer(layer_norm.Normed):
                     rs[r, 1] = x.b[block.ni, block.t0 + t, hv].to(F32)
             ga, gb = rs[None, 0], rs[None, 1]
         else:
-            rg = cute.make_rmem_tensor((self.K // 32,), x.a.element_type)
+            rg = cute.make_rmem_tensor((1 if self.once else self.K // 32,), x.a.element_type)
             ga = F32(0.0)
-            if const_expr(self.per_k):
+            if const_expr(self.once):
+                rg[0] = x.a[block.ni, block.t0, hv, thread.tid % self.K]
+            elif const_expr(self.per_k):
                 self.read_lane(x.a[block.ni, block.t0, hv, None], rg, thread.tid % 32)
             else:
                 ga = x.a[block.ni, block.t0, hv].to(F32)
             gb = x.b[block.ni, block.t0, hv].to(F32)
         return Read(None, None, rg, None, ga, gb)
+
+    @cute.jit
+    def gate_of_key(self, x, A_shared, dt_shared, hq, hv, tid):
+        """`gate_of` where a thread computes the decay of one key."""
+        ah, dh = self.parameters(x.A_log, A_shared, dt_shared, hq, hv)
+        A = F32(0.0) if const_expr(x.A_log is None) else x.A_log[ah].to(F32)
+        rbias = None
+        if const_expr(x.dt_bias is not None):
+            rbias = cute.make_rmem_tensor((1,), x.dt_bias.element_type)
+            rbias[0] = x.dt_bias[dh, tid % self.K]
+        return Gate(A, F32(0.0), dh, rbias)
+
+    @cute.jit
+    def hand_decays(self, decays, read, gate, options, tid):
+        """KDA's decay of a key a thread to shared memory, ahead of the convolution's barrier: a quarter of a warp's work for all keys,
+        and while the state is on its way.
+        """
+        bias = F32(0.0) if const_expr(gate.rbias is None) else gate.rbias[0].to(F32)
+        if tid < self.K:
+            decays[tid] = self.decay_of(read.g[0].to(F32), gate.A, bias, options)
 
     @cute.jit
     def hand_scalars(self, sD, read, gate, options, block, tid):
@@ -224,10 +254,17 @@ class Layer(layer_norm.Normed):
         smem = SmemAllocator()
         sR = self.shared_sums(smem)
         sG = None
-        if const_expr(self.per_k):
+        if const_expr(self.per_k and not self.once):
             shape, stride = (self.warps, self.K), (self.K, 1)
             sG = smem.allocate_tensor(F32, cute.make_layout(shape, stride=stride), 16)[thread.tid // 32, None]
-        decay, beta = self.use_token(read, gate, options, sG, fq, fk, fg, thread)
+        decay, beta = F32(1.0), F32(1.0)
+        if const_expr(self.once):
+            recurrent.widen(read.q, fq, self.spread)
+            recurrent.widen(read.k, fk, self.spread)
+            self.read_key(shared.decays, fg, thread.lane)
+            beta = self.beta_of(read.b, options.beta_scale)
+        else:
+            decay, beta = self.use_token(read, gate, options, sG, fq, fk, fg, thread)
         v = x.v[block.ni, block.t0, block.hv, None]
         chunks = shared.heads * self.head_chunks if const_expr(self.share > 1) else Int32(self.chunks)
         for first in cutlass.range(0, chunks, self.turn, unroll=1):
@@ -353,6 +390,9 @@ class Layer(layer_norm.Normed):
                 hl = hv + cutlass.min(tid % 32, last)
         else:
             hq, shares = divmod(hv, heads)
+        decays = None
+        if const_expr(self.once):
+            decays = smem.allocate_tensor(F32, cute.make_layout((self.K,)), 16)
         part = lane % self.lanes // self.alike
         home = tid % 32 - lane if const_expr(self.k_last) else tid % self.step
         thread = Thread(tid, lane, group, part, home)
@@ -450,6 +490,8 @@ class Layer(layer_norm.Normed):
                 cute.arch.sync_warp()
             if const_expr(self.share > 1):
                 self.hand_scalars(scalars, late.read, gate, options, block, tid)
+            if const_expr(self.once):
+                self.hand_decays(decays, late.read, gate, options, tid)
             if const_expr(self.convolves):
                 self.convolve(taps, window, late.rows, sX, mine, block, tid)
                 first_of_head = shares == 0 and vt == 0
@@ -476,7 +518,7 @@ class Layer(layer_norm.Normed):
                     rows_there = own_heads * self.V if const_expr(self.share > 1) else self.tile
                     self.fetch(state, slot_there, slots, block.hv, block.v0, rows_there, tid)
             body = self.many_tokens if const_expr(self.loop) else self.one_token
-            body(x, options, within, thread, gate, read, kept, source, coming, write_slot, writes, Shared(own_heads, scalars), norm)
+            body(x, options, within, thread, gate, read, kept, source, coming, write_slot, writes, Shared(own_heads, scalars, decays), norm)
             if const_expr(self.normed and not self.ends_early):
                 if const_expr(not self.sends_early):
                     self.meet(norm, block, tid)

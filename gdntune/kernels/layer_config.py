@@ -65,6 +65,23 @@ class Knobs(recurrent_config.Knobs):
         " (k_last, from sm_90 on)",
         default=0,
     )
+    sent: bool = knob(
+        "sn",
+        "all rows of a block are on their way at once in shared memory, a warp's by cp.async.bulk"
+        " (k_last, from sm_90 on); ahead is the number of chunks",
+        default=False,
+    )
+    once: bool = knob(
+        "on",
+        "KDA's decays are computed once a block, a key a thread, ahead of the convolution's barrier"
+        " (T = 1); else all of them by each warp",
+        default=False,
+    )
+    window_first: bool = knob(
+        "wf",
+        "the convolution's window is asked for ahead of rows that are copied (T = 1)",
+        default=False,
+    )
 
 
 def compiled_tokens(c: Contract) -> int:
@@ -120,10 +137,18 @@ def block(c: Contract, s: Knobs) -> Block:
         shared += 8 * tokens * s.share
     if s.copied:
         shared += s.ahead * chunk_rows(c, s) * c.K * ITEMSIZE[c.state_dtype]
+    if s.sent:
+        # the tile, an mbarrier a warp and chunk, and alignment
+        shared += s.tile_v * c.K * ITEMSIZE[c.state_dtype] + s.ahead * threads // 4 + 128
     if s.stores.startswith("bulk"):
         # two places for each thread's rows, and alignment
         shared += 2 * threads * held_elements(c, s) * ITEMSIZE[c.state_dtype] + 128
     return Block(threads, shared)
+
+
+def _decays(c: Contract) -> bool:
+    """Whether a block may compute a token's decays once: KDA's, ahead of a convolution's barrier."""
+    return c.op == "kda_decode" and c.conv != "none" and compiled_tokens(c) == 1
 
 
 def refuse(c: Contract, s: Knobs) -> str | None:
@@ -188,6 +213,15 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             f"ahead={s.ahead} of {chunks} chunks of rows: expected 1, or with early=True one of 2, 4"
             " that divides them"
         )
+    if s.sent and (c.layout != "k_last" or s.copied or s.split != 1 or s.share != 1):
+        return "sent=True: expected k_last with copied=False, split=1 and share=1, a head's rows"
+    if s.sent and s.ahead != chunks:
+        return f"sent=True with ahead={s.ahead}: expected {chunks}, all chunks of rows at once"
+    one = compiled_tokens(c) == 1
+    if s.once and not (_decays(c) and s.threads >= c.K):
+        return "once=True: expected KDA at T=1 with a convolution, and a thread a key"
+    if s.window_first and not (s.copied and one and c.conv != "none"):
+        return "window_first=True: expected copied=True at T=1 with a convolution"
     if block(c, s).shared_bytes > SHARED_BYTES:
         return (
             f"{block(c, s).shared_bytes} bytes of shared memory a block: expected at most"
@@ -241,12 +275,16 @@ class _Form(NamedTuple):
     group: int = 1
     stores: str = "plain"
     beyond: int = 0
+    sent: bool = False
+    once: bool = False
+    window_first: bool = False
 
 
 # What won somewhere, or was within 1% of it, on an H200 with H=16, HV=64 (KDA: 32 and 12), K=V=128,
 # B=1 to 256, in a chain, with and without dependent launch: of one token, of several, of windows
 # that are shifted. Left out, though legal: rows that are not spread, 8 or 32 lanes, four heads a
-# block of a ring, bulk stores of one token, and `beyond` of one token, which won nowhere.
+# block of a ring, bulk stores of one token, and `beyond` of one token; bulk stores of five blocks a
+# multiprocessor, of whole heads and behind copies; copies by 256 threads. They won nowhere.
 _ONE = (
     _Form(256, 4),
     _Form(256, 4, 64),
@@ -261,14 +299,26 @@ _ONE = (
     _Form(128, 8, ahead=2, copied=True),
     _Form(128, 2, ahead=4, copied=True, registers=64),
 )
+# Not measured yet: rows that no load of registers waits for, of few heads. KDA's decays are computed
+# once a block then, and of rows in registers where it won.
+_SENT = (
+    _Form(256, 4, ahead=2, sent=True),
+    _Form(256, 4, ahead=2, sent=True, stores="first"),
+    _Form(256, 2, ahead=4, sent=True),
+    _Form(256, 4, 64, sent=True),
+    _Form(128, 8, 64, sent=True),
+    _Form(128, 4, 32, sent=True),
+    _Form(256, 4, once=True),
+    _Form(256, 4, once=True, stores="first"),
+    _Form(256, 4, ahead=2, registers=128, once=True),
+    _Form(128, 4, 32, once=True, stores="first"),
+    _Form(256, 4, ahead=2, copied=True, once=True, window_first=True),
+)
 # of states in fp32, where a head's 64 KB on their way at once are four chunks, or two of 256 threads
 _ONE_WIDE = (
     *_ONE,
     _Form(128, 2, ahead=4, copied=True, registers=80),
     _Form(256, 4, ahead=2),
-    _Form(256, 4, ahead=2, copied=True),
-    _Form(256, 2, ahead=4, copied=True),
-    _Form(256, 2, ahead=4, copied=True, stores="first"),
     _Form(256, 4, stores="first"),
     _Form(128, 4, ahead=4, copied=True),
 )
@@ -283,14 +333,16 @@ _SEVERAL = (
     _Form(128, 8, 64, stores="first"),
     _Form(128, 8, 64, stores="bulk"),
     _Form(128, 8, 64, stores="bulkfirst"),
-    _Form(128, 8, 64, registers=96, stores="bulk"),
-    _Form(128, 8, 64, stores="bulk", beyond=256),
     _Form(128, 8, 64, stores="bulkfirst", beyond=256),
     _Form(256, 4, 64, registers=64, stores="bulkfirst", beyond=256),
-    _Form(128, 4, 64, ahead=2, copied=True, registers=80, stores="bulk"),
-    _Form(256, 8, stores="bulk"),
     _Form(128, 8, ahead=2, copied=True),
     _Form(128, 8, ahead=2, copied=True, stores="first"),
+)
+# as `_SENT`, of several tokens
+_SEVERAL_SENT = (
+    _Form(256, 4, 64, sent=True),
+    _Form(128, 8, 64, sent=True, stores="first"),
+    _Form(256, 4, ahead=2, sent=True),
 )
 _SEVERAL_WIDE = (
     _Form(256, 4),
@@ -328,9 +380,9 @@ def _measured(c: Contract, device: Device) -> list[Knobs]:
     if (c.layout, c.K, c.V) != ("k_last", 128, 128) or c.norm == "none":
         return []
     wide = c.state_dtype == "fp32"
-    forms: tuple[_Form, ...] = _SEVERAL_WIDE if wide else _SEVERAL
+    forms: tuple[_Form, ...] = (*(_SEVERAL_WIDE if wide else _SEVERAL), *_SEVERAL_SENT)
     if compiled_tokens(c) == 1:
-        forms = _ONE_WIDE if wide else _ONE
+        forms = (*(_ONE_WIDE if wide else _ONE), *_SENT)
     if c.conv != "none" and c.conv_window != "ring" and c.op == "gdn_decode":
         forms = _ONE_SHIFTED if compiled_tokens(c) == 1 else _SEVERAL_SHIFTED
     found = [
@@ -338,10 +390,12 @@ def _measured(c: Contract, device: Device) -> list[Knobs]:
             f.tile_v or c.V, f.ilp, 16 // ITEMSIZE[c.state_dtype], 16, f.threads, early=True,
             spread=True, registers=f.registers, ahead=f.ahead, copied=f.copied,
             share=f.share, group=f.group, stores=f.stores, beyond=f.beyond,
-            row=c.intermediate == "slots",
+            row=c.intermediate == "slots", sent=f.sent, window_first=f.window_first,
+            once=f.once or (f.sent and _decays(c)),
         )
         for f in forms
-        if _has_clusters(device) or not (f.tile_v or f.group > 1 or f.stores.startswith("bulk"))
+        if _has_clusters(device)
+        or not (f.tile_v or f.group > 1 or f.stores.startswith("bulk") or f.sent)
     ]  # fmt: skip
     return [s for s in dict.fromkeys(found) if not refuse(c, s)]
 
@@ -445,6 +499,7 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
     def distance(s: Knobs) -> tuple[Any, ...]:
         return (
             s.pdl != "none",
+            s.sent or s.once or s.window_first,
             0 if s.stores == target.stores else 1 if s.stores == "plain" else 2,
             s.beyond > 0,
             c.intermediate == "slots" and not s.row,

@@ -2,11 +2,13 @@
 
 In registers, where 128 rows of a head leave room for three to five blocks a multiprocessor, which keep 40 to 48 KB in flight. Or, with
 `copied`, in shared memory by cp.async: a thread copies what it will read itself, so that nothing waits for another thread, and
-registers hold one chunk alone. With `beyond` a thread asks L2 for what a block so many further on will read, when that one has not
-started yet.
+registers hold one chunk alone. Or, with `sent`, in shared memory by cp.async.bulk. What waits for one load into registers waits for
+all that its thread has asked for: a warp has six scoreboards, and ptxas gives these loads one. So a convolution waits for rows of the
+state too, or the rows are asked for behind its window; rows that are sent take no scoreboard. With `beyond` a thread asks L2 for what
+a block so many further on will read, when that one has not started yet.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -30,8 +32,24 @@ def _store_run(to, source, size: int, first: bool, *, loc=None, ip=None) -> None
     )  # fmt: skip
 
 
+@dsl_user_op
+def _bring_run(to, source, arrived, size: int, *, loc=None, ip=None) -> None:
+    """Starts a copy of `size` bytes of global memory, a multiple of 16, to shared memory; an mbarrier counts them in."""
+    nvvm.cp_async_bulk_shared_cluster_global(
+        to.to_llvm_ptr(loc=loc, ip=ip), source.to_llvm_ptr(loc=loc, ip=ip), arrived.to_llvm_ptr(loc=loc, ip=ip),
+        Int32(size).ir_value(loc=loc, ip=ip), loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+class Sent(NamedTuple):
+    """Shared memory for all chunks of a tile, and of each warp an mbarrier a chunk."""
+
+    places: Any
+    arrived: Any
+
+
 class Rows(recurrent.Recurrent):
-    """The compile-time facts of rows on their way; `ahead` and `copied` are knobs beside `recurrent`'s."""
+    """The compile-time facts of rows on their way; `ahead`, `copied` and `sent` are knobs beside `recurrent`'s."""
 
     def __init__(self, facts: dict, knobs: dict[str, Any]):
         # Heads of one q/k head lie one behind the other in states, v and outputs: to the delta rule they are rows of one tile.
@@ -40,11 +58,11 @@ class Rows(recurrent.Recurrent):
         self.wide = self.V * self.share
         # of one value head
         self.head_chunks = self.tile // self.chunk
-        self.ahead, self.copied = knobs["ahead"], knobs["copied"]
+        self.ahead, self.copied, self.sent = knobs["ahead"], knobs["copied"], knobs["sent"]
         self.stores, self.beyond = knobs["stores"], knobs["beyond"]
         self.bulk = self.stores.startswith("bulk")
         # Chunks that a turn of the loop takes: registers have no index, so that each chunk on its way is written out.
-        self.turn = 1 if self.copied else self.ahead
+        self.turn = 1 if self.copied or self.sent else self.ahead
 
     @cute.jit
     def first_rows(self, source, smem, v0, thread):
@@ -55,6 +73,8 @@ class Rows(recurrent.Recurrent):
             for j in cutlass.range_constexpr(self.ahead):
                 self.ask(source, coming, j, v0 + j * self.chunk + thread.group * self.RV, thread)
                 cute.arch.cp_async_commit_group()
+        elif const_expr(self.sent):
+            coming = self.send_for(source, smem, v0, thread)
         else:
             coming = self.fragments(self.state_dtype)
             if const_expr(self.early):
@@ -153,6 +173,15 @@ class Rows(recurrent.Recurrent):
             if it + self.ahead < chunks:
                 self.ask(source, coming, place, further, thread)
             cute.arch.cp_async_commit_group()
+        elif const_expr(self.sent):
+            cute.arch.mbarrier_wait(coming.arrived + (thread.tid // 32 * self.ahead + it), 0)
+            raw = self.fragment(self.state_dtype)
+            for i in cutlass.range_constexpr(self.RV):
+                row = coming.places[it * self.chunk + thread.group * self.RV + i, None]
+                for c in cutlass.range_constexpr(self.KC):
+                    at = cute.local_tile(row, (self.vec,), (c * self.shares + thread.lane,))
+                    cute.autovec_copy(at, cute.local_tile(raw[i, None], (self.vec,), (c,)))
+            recurrent.widen(raw, fh, self.spread)
         else:
             raw = coming[j, None, None]
             if const_expr(not self.early):
@@ -162,6 +191,28 @@ class Rows(recurrent.Recurrent):
                 if it + self.ahead < chunks:
                     self.copy_rows(source, raw, further, thread.lane, False)
         return fh
+
+    @cute.jit
+    def send_for(self, source, smem, v0, thread):
+        """Starts the copies of a warp's rows of all chunks, by one thread. A warp waits for its own rows alone, so that the first ones
+        to come are worked on while others are on their way.
+        """
+        rows = const_expr(self.RV * 32 // self.lanes)
+        size = const_expr(rows * self.K * self.state_dtype.width // 8)
+        places = smem.allocate_tensor(self.state_dtype, cute.make_layout((self.tile_v, self.K), stride=(self.K, 1)), 128)
+        arrived = smem.allocate_array(Int64, self.warps * self.ahead)
+        if thread.tid % 32 == 0:
+            first = thread.tid // 32 * self.ahead
+            for j in cutlass.range_constexpr(self.ahead):
+                cute.arch.mbarrier_init(arrived + (first + j), 1)
+            # the copies' hardware sees them
+            cute.arch.mbarrier_init_fence()
+            for j in cutlass.range_constexpr(self.ahead):
+                row = j * self.chunk + thread.group * self.RV
+                cute.arch.mbarrier_arrive_and_expect_tx(arrived + (first + j), size)
+                _bring_run(places[row, None].iterator, source[v0 + row, None].iterator, arrived + (first + j), size)
+        cute.arch.sync_warp()
+        return Sent(places, arrived)
 
     @cute.jit
     def ask(self, source, places, place, row0, thread):

@@ -1,6 +1,7 @@
-"""Clusters: blocks that send words into one another's shared memory, and mbarriers that count them in.
+"""Clusters: blocks that send words into one another's shared memory, and mbarriers that count them in,
+as they do the bytes of bulk copies from global memory (copies.py).
 
-A word sent is written when a thread of the block that it is for waits for it, so that a read before
+What is sent is written when a thread of the block that it is for waits for it, so that a read before
 that shows what was there before. Not seen: a warp that reads without waiting where another one has
 waited.
 """
@@ -25,13 +26,15 @@ RANK = 24
 
 @dataclass
 class _Mailbox:
-    """An mbarrier in its first phase. born: how often its cluster had met then."""
+    """An mbarrier in its first phase. born: how often its cluster had met then. words: what came, as
+    addresses [n], bytes [n, width] and a thread of the block that they are for.
+    """
 
     arrivals: int
     born: int
     expected: int = 0
     came: int = 0
-    words: list[tuple[int, Array, int]] = field(default_factory=list)
+    words: list[tuple[Array, Array, int]] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
@@ -120,7 +123,7 @@ def send(i: Instruction, program: Program) -> Step:
                 raise Fault(f"a word is sent before its mbarrier is known, {grid.where(i, one)(0)}")
             mailbox.came += 4
             raw = np.array([[word]], np.uint32).view(np.uint8)
-            mailbox.words.append((places[0], raw, block * grid.threads))
+            mailbox.words.append((np.array(places[:1]), raw, block * grid.threads))
 
     return Step(run)
 
@@ -162,10 +165,9 @@ def mbarrier(i: Instruction, program: Program) -> Step:
                 raise Fault(f"a wait for words that nobody sends, {grid.where(i, threads)(n)}")
             words, box.words = box.words, []
             races, grid.shared.races = grid.shared.races, None
-            for address_, raw, owner in words:
-                grid.shared.store(
-                    np.array([address_]), raw, np.array([owner]), grid.where(i, threads)
-                )
+            for addresses, raw, owner in words:
+                lanes = np.full(len(addresses), owner)
+                grid.shared.store(addresses, raw, lanes, lambda _, n=n: grid.where(i, threads)(n))
             grid.shared.races = races
         put(grid, np.ones(grid.size, np.bool_), threads)
 

@@ -1,4 +1,5 @@
-"""cp.async: copies that a thread starts, and later waits for; in bulk from shared to global memory.
+"""cp.async: copies that a thread starts, and later waits for; in bulk from shared to global memory, and
+from global to shared memory, where an mbarrier counts the bytes in (clusters.py).
 
 What a copy brings is written when its thread waits for it: a read before that shows what was there
 before, and another thread's read without a barrier after it is a race. What a bulk copy takes is
@@ -108,12 +109,14 @@ class Stores:
 
 
 def _bulk(i: Instruction, program: Program) -> Step:
-    """cp.async.bulk from shared to global memory, and the waits for it."""
+    """cp.async.bulk between shared and global memory, and the waits for what leaves shared memory."""
     if "commit_group" in i.parts:
         return Step(lambda grid, threads: grid.stores.close(threads))
     if "wait_group" in i.parts:
         left = int(i.operands[0])
         return Step(lambda grid, threads: grid.stores.finish(grid, i, threads, left))
+    if i.parts[3:6] == ("shared_cta", "global", "mbarrier_complete_tx_bytes"):
+        return _bring(i, program)
     if i.parts[3:6] != ("global", "shared_cta", "bulk_group"):
         raise Unmodelled(i.text)
     to, source = address(i.operands[0], program), address(i.operands[1], program)
@@ -128,6 +131,32 @@ def _bulk(i: Instruction, program: Program) -> Step:
         for n, lane in enumerate(threads.lanes):
             steps = np.arange(0, int(wide[n]), 16)
             grid.stores.start(int(lane), here[n] + steps, at[n] + steps)
+
+    return Step(run)
+
+
+def _bring(i: Instruction, program: Program) -> Step:
+    """cp.async.bulk from global memory to the block's own shared memory."""
+    to, source = address(i.operands[0], program), address(i.operands[1], program)
+    count, box = reader(i.operands[2], "u32", program), address(i.operands[3], program)
+
+    def run(grid: "Grid", threads: Threads) -> None:
+        wide, at = threads.of(count(grid)), threads.of(source(grid))
+        here, counted = (grid.in_shared(x(grid), threads) for x in (to, box))
+        if (wide % 16).any() or (at % 16).any() or (here % 16).any():
+            raise Fault(f"{i.text}: expected multiples of 16 bytes")
+        for n, lane in enumerate(threads.lanes):
+            steps = np.arange(0, int(wide[n]), 16)
+            one = Threads.of_lanes(np.array([lane]), grid.size)
+            where = grid.where(i, one)
+            mailbox = grid.clusters.mailboxes.get(int(counted[n]))
+            if mailbox is None:
+                raise Fault(f"a copy that no mbarrier counts, {where(0)}")
+            grid.ahead.require_load(i, grid, one, grid.memory, at[n : n + 1])
+            lanes = np.full(len(steps), lane)
+            raw = grid.memory.load(at[n] + steps, 16, lanes, lambda _, where=where: where(0))
+            mailbox.came += int(wide[n])
+            mailbox.words.append((here[n] + steps, raw, int(lane)))
 
     return Step(run)
 

@@ -1,5 +1,6 @@
 """From PTX's text to a program: parameters, registers, shared memory, instructions, labels."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -93,6 +94,21 @@ def _statements(text: str, start: int) -> Iterator[tuple[str, str, int]]:
         position = m.end()
 
 
+def _own_labels(text: str) -> str:
+    """Labels of inner scopes renamed, since two scopes may have the same: each wait for an mbarrier is
+    one with a LAB_WAIT.
+    """
+    scopes = itertools.count()
+
+    def renamed(scope: re.Match) -> str:
+        n, inside = next(scopes), scope.group()
+        for label in re.findall(r"^\s*(\w+):(?!:)", inside, re.MULTILINE):
+            inside = re.sub(rf"\b{label}\b", f"{label}_{n}", inside)
+        return inside
+
+    return re.sub(r"\{[^{}]*\}", renamed, text)
+
+
 def _shared(text: str) -> tuple[dict[str, int], int]:
     """Where shared arrays begin, and the bytes of those that say their size."""
     places, top, unsized = {}, 0, []
@@ -116,7 +132,7 @@ def _parameter(kinds: str, name: str, count: str) -> Parameter:
 
 def parse(text: str) -> Program:
     """The program of the first entry of a module."""
-    text = _without_comments(text)
+    text = _own_labels(_without_comments(text))
     entry = text.index(".entry")
     body = text.index("{", entry)
     head = text[entry:body]

@@ -43,6 +43,17 @@ def row(contract, ratio, options=PADDED, **knobs):
 
 ONE = row(Contract(**STEP), 2, tile_v=64, threads=128, ilp=8)
 WINDOW = row(Contract(**STEP, conv_window="shifted"), 3, threads=256, ilp=4, share=1, group=8)
+SENT = row(
+    Contract(**KDA, state_dtype="fp32"),
+    1,
+    ilp=4,
+    threads=256,
+    vec=4,
+    ahead=2,
+    sent=True,
+    once=True,
+    pdl="first",
+)
 ROWS = [
     ONE,
     row(Contract(**STEP), 2, tile_v=32, ilp=2, threads=256, pdl="first"),
@@ -106,6 +117,40 @@ ROWS = [
     row(Contract(**KDA, state_dtype="fp32"), 1, ilp=4, threads=256, vec=4, ahead=2, copied=True),
     row(
         Contract(norm="silu", tokens=3, intermediate="dense"), 1, ilp=2, threads=256, stores="bulk"
+    ),
+    # rows that are sent, a head's as two chunks or one of a cluster's; decays once a block
+    SENT,
+    row(
+        Contract(**KDA, state_dtype="fp32"),
+        1,
+        tile_v=32,
+        ilp=4,
+        threads=128,
+        vec=4,
+        sent=True,
+        once=True,
+        pdl="state",
+    ),
+    row(Contract(**STEP, **SLOTS), 2, tile_v=64, row=True, sent=True, stores="bulkfirst"),
+    row(
+        Contract(**KDA, conv_window="shifted", conv_bias=True, gate_dtype="fp32"),
+        1,
+        ilp=4,
+        threads=256,
+        once=True,
+        stores="first",
+    ),
+    row(
+        Contract(**KDA, state_dtype="fp32"),
+        1,
+        ilp=4,
+        threads=256,
+        vec=4,
+        ahead=2,
+        copied=True,
+        once=True,
+        window_first=True,
+        pdl="first",
     ),
     # windows that are shifted in place, by a cluster of their readers: with idle blocks, of one head each, of two
     WINDOW,
@@ -240,6 +285,31 @@ BROKEN = {
     ),
     "a sum is not counted on": (r"(mbarrier\.arrive\.expect_tx\S+ [^;]*), %r\d+;", r"\1, 4;"),
 }
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (r"mbarrier\.try_wait\S* P1,[^;]*;", "setp.eq.b32 P1, 0, 0;"),
+        (r"(cp\.async\.bulk\.shared[^;]*), %r\d+, (\[[^;]*);", r"\1, 2048, \2;"),
+        (r"(st\.shared\.b32\s+\[%r\d+)\+1280\]", r"\1+1284]"),
+    ],
+    ids=["rows are read before they are there", "half of the rows", "another key's decay"],
+)
+def test_broken_sent_rows_are_caught(broken, builder):
+    """A fault, or a verdict that is not ok."""
+    made = builder.get(SENT.contract, SENT.variant)
+    text = re.sub(*broken, made.ptx)
+    assert text != made.ptx
+    truth = Truth(make_case(Problem(SENT.contract, 1, 1, 1), "cpu", 0))
+    case = truth.before.clone()
+
+    def judge():
+        call.decode(made, SENT.contract, text)(*case.arguments())
+        truth.judge(case).require()
+
+    with pytest.raises((Fault, CheckFailed)):
+        judge()
 
 
 @pytest.mark.parametrize("broken", BROKEN)
