@@ -42,3 +42,47 @@ def test_bulk_stores_take_shared_memory_and_rows_of_keys():
 def test_the_default_rule_stores_many_drafts_in_bulk(contract, units, expected):
     """Where states are more than L2 holds and each token's is written."""
     assert KERNEL.default(contract, units, gpus.named("h200")).stores == expected
+
+
+KDA = Contract(op="kda_decode", gate="softplus", state_dtype="fp32", **STEP)
+WHOLE = Knobs(128, 4, 4, 16, 256, early=True, spread=True)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "reason"),
+    [
+        ({"sent": True}, "ahead=1: expected 2"),
+        ({"sent": True, "ahead": 2, "copied": True}, "copied=False"),
+        ({"once": True, "threads": 64, "ilp": 8}, "a thread a key"),
+        ({"window_first": True}, "copied=True"),
+    ],
+)
+def test_rows_that_are_sent_and_decays_once(knobs, reason):
+    """What they need; and that a setting with it is legal."""
+    assert reason in KERNEL.refuse(KDA, dataclasses.replace(WHOLE, **knobs))
+    for legal in ({"sent": True}, {"copied": True, "window_first": True}):
+        setting = dataclasses.replace(WHOLE, ahead=2, once=True, **legal)
+        assert KERNEL.refuse(KDA, setting) is None
+        assert setting in KERNEL.space(KDA, arch.target("sm_90a")) or legal.get("sent") is None
+
+
+def test_decays_once_are_of_one_token_of_kda():
+    """Of several tokens they are computed where the tokens are staged; GDN has one a head."""
+    for contract in (
+        KDA.replace(tokens=2),
+        Contract(**STEP, state_dtype="fp32"),
+        KDA.replace(conv="none"),
+    ):
+        assert "KDA at T=1" in KERNEL.refuse(contract, dataclasses.replace(WHOLE, once=True))
+
+
+def test_the_default_rule_takes_what_was_measured():
+    """No table has rows that are sent yet."""
+    for units in (32, 128, 512, 8192):
+        chosen = KERNEL.default(KDA, units, gpus.named("h200"))
+        assert not (chosen.sent or chosen.once or chosen.window_first)
+
+
+def test_rows_that_are_sent_want_hopper():
+    """cp.async.bulk."""
+    assert not any(s.sent for s in KERNEL.space(KDA, gpus.named("rtx 4090")))

@@ -195,6 +195,10 @@ def test_a_graph_keeps_what_its_calls_were_bound_to(monkeypatch):
     gc.collect()
     bound.calls[0](0)
     assert made[0]() is not None
+    # and no longer: a placement's tensors go before the next one's are made
+    del bound
+    gc.collect()
+    assert made[0]() is None
 
 
 def test_a_kernel_may_write_the_inputs():
