@@ -5,6 +5,7 @@ import dataclasses
 from gdntune.device.arch import Device
 from gdntune.errors import UnsupportedProblem
 from gdntune.kernels import ring_config
+from gdntune.kernels.layer_config import SHARED_BYTES
 from gdntune.kernels.ring_config import Knobs
 from gdntune.kernels.spec import Block, Facts
 from gdntune.problem import Contract
@@ -35,6 +36,9 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             f"V={c.V} with rows*warps*passes={s.rows * s.warps * s.passes}: expected all of V in a"
             " block, whose norm adds it up"
         )
+    # wide blocks of many tokens: 121 KB of K=256, T=16
+    if (shared := block(c, s).shared_bytes) > SHARED_BYTES:
+        return f"{shared} bytes of shared memory a block: expected at most {SHARED_BYTES}"
     return None
 
 

@@ -174,6 +174,11 @@ def test_a_norm_has_all_of_a_head_in_a_block():
                     inner.threads,
                     inner.shared_bytes + outputs,
                 )
+    # a whole head of many tokens in shared memory is more than some GPUs have
+    large = plain.replace(K=256, tokens=16, ring=32)
+    most = ring_norm_config.refuse(large, ring_config.Knobs(16, 8, 256, shared=True))
+    assert "121424 bytes of shared memory a block" in most
+    assert not ring_norm_config.default(large, 4096, device).shared
     half = ring_norm_config.refuse(plain, ring_config.Knobs(16, 4))
     assert "V=128 with rows*warps*passes=64" in half
     with pytest.raises(UnsupportedProblem, match="V=96: .* expected 32, 64, 128, 256 or 512"):

@@ -36,6 +36,9 @@ WY = Base("wy", Contract(tokens=8))
 BLOCK = Base("wy_block", Contract(tokens=8))
 BLOCK_KDA = Base("wy_block", Contract("kda_decode", 4, gate="softplus", K=64))
 FIRST = Base("wy", Contract(tokens=4), (("pdl", "first"),))
+RING_NORM = Base(
+    "ring_norm", Contract(tokens=2, K=64, V=32, ring=16, norm="silu"), (("warps", 2), ("rows", 16))
+)
 V_LAST = Base("wy_block", Contract(tokens=4, layout="v_last"), (("matrices", True),))
 STATE = Base("wy_block", Contract(tokens=4), (("pdl", "state"),))
 
@@ -211,6 +214,8 @@ MUTANTS = [
     Mutant("no barrier after the staging", BLOCK_KDA, _dropped(r"bar\.sync", 0)),
     Mutant("decays in bf16", BLOCK_KDA, _in_bf16),
     Mutant("a state is not turned", V_LAST, _replaced(r"movmatrix\S*", "mov.b32", 0)),
+    Mutant("no barrier before the norm", RING_NORM, _dropped(r"bar\.sync", -1)),
+    Mutant("a warp's squares lack lanes", RING_NORM, _dropped(r"shfl\.sync\.bfly", -1)),
     Mutant("no wait for the kernel ahead", FIRST, _replaced(_WAIT, "")),
     Mutant("inputs are read before the wait", STATE, _waits_late),
     Mutant("padding is written before the wait", STATE, _replaced(_WAIT, "", -1)),
