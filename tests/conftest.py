@@ -27,9 +27,10 @@ H100 = (
 # The files that take longest, a minute and more each: they go first, so that in the end no core waits
 # for one of them. Below tests/.
 LONGEST = (
-    "ptx/test_kernels.py", "tuning/test_search_shared.py", "kernels/test_kernels_cute.py", "device/test_occupancy.py",
-    "results/test_judge.py", "tuning/test_executors.py", "ptx/test_mutants.py", "report/test_published_figures.py",
-    "kernels/test_kernels_cpu.py", "kernels/test_layers_cpu.py", "kernels/test_ring_kernel.py", "test_docs.py", "test_walks.py",
+    "ptx/test_kernels.py", "kernels/test_kernels_cute.py", "device/test_occupancy.py",
+    "results/test_judge.py", "tuning/test_executors.py", "tuning/test_search_shared.py",
+    "ptx/test_mutants.py", "report/test_published_figures.py", "kernels/test_kernels_cpu.py",
+    "kernels/test_layers_cpu.py", "kernels/test_ring_kernel.py", "test_docs.py", "test_walks.py",
 )  # fmt: skip
 
 

@@ -318,6 +318,10 @@ def cluster(tmp_path_factory):
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
+    from gdntune.tuning import ray as ray_executor
+
+    # An actor's first import of torch took two minutes beside compilers on two cores.
+    ray_executor.GRANT_TIMEOUT_S, usual = 900.0, ray_executor.GRANT_TIMEOUT_S
     cache = tmp_path_factory.mktemp("host")
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     made.add_node(num_cpus=1)
@@ -328,6 +332,7 @@ def cluster(tmp_path_factory):
     yield cache
     ray.shutdown()
     made.shutdown()
+    ray_executor.GRANT_TIMEOUT_S = usual
 
 
 @pytest.mark.usefixtures("cluster")
