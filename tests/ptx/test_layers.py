@@ -247,6 +247,22 @@ def test_a_window_that_is_moved_on_too_early(builder):
             call.decode(made, WINDOW.contract, text)(*case.arguments())
 
 
+def require_caught(one, broken, HV, builder):
+    """A kernel whose text was changed by `broken` is a fault, or its results are not right."""
+    made = builder.get(one.contract, one.variant)
+    text = re.sub(*broken, made.ptx)
+    assert text != made.ptx
+    truth = Truth(make_case(Problem(one.contract, 1, 1, HV), "cpu", 0))
+    case = truth.before.clone()
+
+    def judge():
+        call.decode(made, one.contract, text)(*case.arguments())
+        truth.judge(case).require()
+
+    with pytest.raises((Fault, CheckFailed)):
+        judge()
+
+
 BULK = row(Contract(norm="silu", **SLOTS), 2, {}, tile_v=64, row=True, stores="bulkfirst")
 
 
@@ -261,18 +277,7 @@ BULK = row(Contract(norm="silu", **SLOTS), 2, {}, tile_v=64, row=True, stores="b
 )
 def test_broken_bulk_stores_are_caught(broken, builder):
     """A fault, or a verdict that is not ok."""
-    made = builder.get(BULK.contract, BULK.variant)
-    text = re.sub(*broken, made.ptx)
-    assert text != made.ptx
-    truth = Truth(make_case(Problem(BULK.contract, 1, 1, 2), "cpu", 0))
-    case = truth.before.clone()
-
-    def judge():
-        call.decode(made, BULK.contract, text)(*case.arguments())
-        truth.judge(case).require()
-
-    with pytest.raises((Fault, CheckFailed)):
-        judge()
+    require_caught(BULK, broken, 2, builder)
 
 
 BROKEN = {
@@ -298,18 +303,7 @@ BROKEN = {
 )
 def test_broken_sent_rows_are_caught(broken, builder):
     """A fault, or a verdict that is not ok."""
-    made = builder.get(SENT.contract, SENT.variant)
-    text = re.sub(*broken, made.ptx)
-    assert text != made.ptx
-    truth = Truth(make_case(Problem(SENT.contract, 1, 1, 1), "cpu", 0))
-    case = truth.before.clone()
-
-    def judge():
-        call.decode(made, SENT.contract, text)(*case.arguments())
-        truth.judge(case).require()
-
-    with pytest.raises((Fault, CheckFailed)):
-        judge()
+    require_caught(SENT, broken, 1, builder)
 
 
 @pytest.mark.parametrize("broken", BROKEN)
