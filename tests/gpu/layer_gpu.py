@@ -91,6 +91,8 @@ CHECKED = [
     Contract("kda_decode", gate="lower_bound", norm="sigmoid", conv="silu", state_dtype="fp32"),
     Contract("kda_decode", gate="softplus", norm="sigmoid", conv="silu", **SLOTS),
 ]
+# Checked by every variant that is compiled, and not timed.
+KDA = Contract("kda_decode", gate="softplus", norm="sigmoid", conv="silu", state_dtype="fp32")
 # The step with parts left out; of them all the delta rule is the same.
 LESS = {
     "step": Contract(**STEP),
@@ -184,6 +186,8 @@ def wanted(
             for one in (v, with_pdl(v)):
                 yield kernels.get(v.kernel), plain_of(c), one, None
     if not only:
+        for v in tried(KDA, device, every):
+            yield LAYER, KDA, v, None
         for c in LESS.values():
             for v in alone(c, device):
                 yield LAYER, c, v, None
@@ -217,6 +221,7 @@ def check(every: bool, count: int, seed: int, gated: bool, only: str) -> bool:
     found = [(c, tried(c, session.device, every)) for name, c in TIMED.items() if named(name, only)]
     if only:
         return gate(session, found)
+    found += [(KDA, tried(KDA, session.device, every))]
     found += [(c, [LAYER.variant(LAYER.default(c, 64, session.device))]) for c in CHECKED]
     right = not gated or gate(session, found)
 
