@@ -1,5 +1,5 @@
-"""gdntune: finds, proves and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at
-hand.
+"""gdntune: compiles, checks and times variants of Gated DeltaNet and KDA decode kernels on the GPU
+or CPU at hand, and calls the one that a table names.
 """
 
 from importlib import import_module

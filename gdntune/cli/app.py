@@ -55,8 +55,9 @@ if TYPE_CHECKING:
 app = Program(
     name="gdntune",
     help=(
-        "Finds, verifies and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at"
-        " hand. Exit codes: 0 done, 1 findings, 2 wrong use or something missing."
+        "Compiles, checks and times variants of Gated DeltaNet and KDA decode kernels on the GPU or"
+        " CPU at hand, and writes a table that says which one to call. Exit codes: 0 done, 1 "
+        "findings, 2 wrong use or something missing."
     ),
     no_args_is_help=True,
     add_completion=True,
@@ -81,9 +82,7 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Finds, verifies and ships the fastest Gated DeltaNet and KDA decode kernels for the GPU at
-    hand.
-    """
+    """What stands before a command."""
 
 
 @app.command()
