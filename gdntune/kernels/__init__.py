@@ -22,6 +22,7 @@ from gdntune.kernels import (
     wy_block_config,
     wy_config,
     wy_lanes_config,
+    wy_quads_config,
 )
 from gdntune.kernels.outside import VARIABLE, kernels_of, named
 from gdntune.kernels.spec import Kernel, Role, Variant
@@ -51,6 +52,7 @@ KERNELS: dict[str, Kernel] = {
         wy_config.KERNEL,
         wy_block_config.KERNEL,
         wy_lanes_config.KERNEL,
+        wy_quads_config.KERNEL,
         layer_config.KERNEL,
         ring_config.KERNEL,
         ring_kda_config.KERNEL,

@@ -266,11 +266,18 @@ NEW_KNOBS = {
     "wy": ("pdl",),
     "wy_block": ("pdl", "matrices"),
     "wy_lanes": ("pdl",),
+    "wy_quads": ("pdl",),
 }
 SLOTS = Contract(tokens=3, intermediate="slots", mode="frozen", accepted=True)
 SEVERAL = Contract(tokens=8)
 # a contract that each of these serves
-SERVED = {"recurrent": SLOTS, "wy": SEVERAL, "wy_block": SEVERAL, "wy_lanes": SLOTS}
+SERVED = {
+    "recurrent": SLOTS,
+    "wy": SEVERAL,
+    "wy_block": SEVERAL,
+    "wy_lanes": SLOTS,
+    "wy_quads": SLOTS,
+}
 
 
 @pytest.mark.parametrize("name", NEW_KNOBS)
@@ -328,6 +335,7 @@ def _until_it_waits(ptx):
     [
         ("recurrent", Contract(), 8),
         ("wy_lanes", SLOTS, 1),
+        ("wy_quads", SLOTS, 4),
         ("wy", SEVERAL, 16),
         ("wy_block", SEVERAL, 16),
     ],

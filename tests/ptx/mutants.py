@@ -40,6 +40,7 @@ RING_NORM = Base(
     "ring_norm", Contract(tokens=2, K=64, V=32, ring=16, norm="silu"), (("warps", 2), ("rows", 16))
 )
 V_LAST = Base("wy_block", Contract(tokens=4, layout="v_last"), (("matrices", True),))
+QUADS = Base("wy_quads", Contract(tokens=4, mode="frozen", intermediate="slots", accepted=True))
 STATE = Base("wy_block", Contract(tokens=4), (("pdl", "state"),))
 
 
@@ -214,6 +215,14 @@ MUTANTS = [
     Mutant("no barrier after the staging", BLOCK_KDA, _dropped(r"bar\.sync", 0)),
     Mutant("decays in bf16", BLOCK_KDA, _in_bf16),
     Mutant("a state is not turned", V_LAST, _replaced(r"movmatrix\S*", "mov.b32", 0)),
+    Mutant("states are written before all warps have read", QUADS, _dropped(r"bar\.sync", 0)),
+    Mutant("a product is left out", QUADS, _without_a_product),
+    Mutant("the other key of a word", QUADS, _replaced(r"\b12850\b", "4112")),
+    Mutant(
+        "a state goes to the slot of the token before",
+        QUADS,
+        _replaced(r"(shfl\.sync\.idx\S*\s+%r\d+, %r\d+, )2,", r"\g<1>1,", -1),
+    ),
     Mutant("no barrier before the norm", RING_NORM, _dropped(r"bar\.sync", -1)),
     Mutant("a warp's squares lack lanes", RING_NORM, _dropped(r"shfl\.sync\.bfly", -1)),
     Mutant("no wait for the kernel ahead", FIRST, _replaced(_WAIT, "")),
