@@ -55,7 +55,7 @@ class Layer(layer_norm.Normed):
         # Loads come back in order, so that the window's, which are few, go first and are convolved while the state's are on their way:
         # 2 us of 54 at T=4 and B=16. At T=1 and B=64 rows that are copied lost 0.9 us of 75 by it.
         self.state_first = (self.copied and not self.loop and not knobs["window_first"]) or self.sent
-        self.once = knobs["once"]
+        self.once, self.apart = knobs["once"], knobs["apart"]
 
     @cute.jit
     def gated_delta_rule_layer_decode(
@@ -207,8 +207,13 @@ class Layer(layer_norm.Normed):
         and while the state is on its way.
         """
         bias = F32(0.0) if const_expr(gate.rbias is None) else gate.rbias[0].to(F32)
-        if tid < self.K:
-            decays[tid] = self.decay_of(read.g[0].to(F32), gate.A, bias, options)
+        if const_expr(self.apart):
+            # other warps than those that convolve, where there are others
+            if tid >= self.threads - self.K:
+                decays[tid % self.K] = self.decay_of(read.g[0].to(F32), gate.A, bias, options)
+        else:
+            if tid < self.K:
+                decays[tid] = self.decay_of(read.g[0].to(F32), gate.A, bias, options)
 
     @cute.jit
     def hand_scalars(self, sD, read, gate, options, block, tid):
@@ -473,7 +478,17 @@ class Layer(layer_norm.Normed):
         if live:
             source = state[Int64(slot), hv, None, None]
             window = None
-            if const_expr(self.convolves and not self.state_first):
+            if const_expr(self.apart):
+                # A warp waits for all its loads at once: those that convolve ask for their rows behind it, the others do not wait.
+                first_of_head = shares == 0 and vt == 0
+                if const_expr(self.once):
+                    self.hand_decays(decays, early.read, gate, options, tid)
+                if tid // 32 * 32 < self.channels // self.load:
+                    apart = self.read_window(conv, window_slot, held, at, taps)
+                    self.convolve(taps, apart, early.rows, sX, mine, block, tid)
+                    if moved:
+                        self.store_window(conv, moves_to, at, taps, apart, early.rows, mine, block, first_of_head, tid)
+            if const_expr(self.convolves and not self.state_first and not self.apart):
                 window = self.read_window(conv, window_slot, held, at, taps)
                 cute.arch.sync_warp()
             coming = self.first_rows(source, smem, block.v0, thread)
@@ -490,9 +505,11 @@ class Layer(layer_norm.Normed):
                 cute.arch.sync_warp()
             if const_expr(self.share > 1):
                 self.hand_scalars(scalars, late.read, gate, options, block, tid)
-            if const_expr(self.once):
+            if const_expr(self.once and not self.apart):
                 self.hand_decays(decays, late.read, gate, options, tid)
-            if const_expr(self.convolves):
+            if const_expr(self.apart):
+                cute.arch.sync_threads()
+            elif const_expr(self.convolves):
                 self.convolve(taps, window, late.rows, sX, mine, block, tid)
                 first_of_head = shares == 0 and vt == 0
                 if const_expr(self.joined):

@@ -82,6 +82,12 @@ class Knobs(recurrent_config.Knobs):
         "the convolution's window is asked for ahead of rows that are copied (T = 1)",
         default=False,
     )
+    apart: bool = knob(
+        "ap",
+        "warps that have channels convolve them, and those that have KDA's decays compute these,"
+        " before they ask for their rows, which the other warps do at once (T = 1)",
+        default=False,
+    )
 
 
 def compiled_tokens(c: Contract) -> int:
@@ -222,11 +228,33 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return "once=True: expected KDA at T=1 with a convolution, and a thread a key"
     if s.window_first and not (s.copied and one and c.conv != "none"):
         return "window_first=True: expected copied=True at T=1 with a convolution"
+    if s.apart and (why := _refuse_apart(c, s)):
+        return why
     if block(c, s).shared_bytes > SHARED_BYTES:
         return (
             f"{block(c, s).shared_bytes} bytes of shared memory a block: expected at most"
             f" {SHARED_BYTES}, fewer tokens or heads a block"
         )
+    return None
+
+
+def _refuse_apart(c: Contract, s: Knobs) -> str | None:
+    """Why warps cannot convolve ahead of their own rows' loads."""
+    ring = c.conv != "none" and c.conv_window == "ring"
+    if compiled_tokens(c) != 1 or not ring or c.intermediate != "none" or c.layout != "k_last":
+        return "apart=True: expected T=1, k_last, a window as a ring and no states of tokens"
+    if s.copied or s.sent or s.share != 1:
+        return "apart=True: expected rows in registers and share=1"
+    if s.pdl == "state":
+        return (
+            "apart=True with pdl=state: expected none or first, the convolution waits for its input"
+        )
+    if _decays(c) != s.once:
+        return f"apart=True with once={s.once}: expected {_decays(c)}"
+    if s.once and s.threads % c.K:
+        return f"apart=True with threads={s.threads}: expected a multiple of K={c.K}"
+    if 2 * c.K + s.tile_v > 4 * s.threads:
+        return f"apart=True: {2 * c.K + s.tile_v} channels, expected at most four a thread"
     return None
 
 
@@ -278,6 +306,7 @@ class _Form(NamedTuple):
     sent: bool = False
     once: bool = False
     window_first: bool = False
+    apart: bool = False
 
 
 # What won somewhere, or was within 1% of it, on an H200 with H=16, HV=64 (KDA: 32 and 12), K=V=128,
@@ -312,6 +341,18 @@ _SENT = (
     _Form(256, 4, once=True, stores="first"),
     _Form(128, 4, 32, once=True, stores="first"),
     _Form(256, 4, ahead=2, copied=True, once=True, window_first=True),
+)
+# Not measured yet: warps that convolve before they ask for their rows, in blocks that have a whole
+# head's rows on their way at once.
+_APART = (
+    _Form(512, 4, apart=True),
+    _Form(512, 4, stores="first", apart=True),
+    _Form(512, 4, registers=64, apart=True),
+    _Form(512, 4),
+    _Form(256, 4, ahead=2, apart=True),
+    _Form(256, 4, 64, apart=True),
+    _Form(256, 4, 64, stores="first", apart=True),
+    _Form(128, 4, 32, stores="first", apart=True),
 )
 # of states in fp32, where a head's 64 KB on their way at once are four chunks, or two of 256 threads
 _ONE_WIDE = (
@@ -381,7 +422,7 @@ def _measured(c: Contract, device: Device) -> list[Knobs]:
     wide = c.state_dtype == "fp32"
     forms: tuple[_Form, ...] = (*(_SEVERAL_WIDE if wide else _SEVERAL), *_SEVERAL_SENT)
     if compiled_tokens(c) == 1:
-        forms = (*(_ONE_WIDE if wide else _ONE), *_SENT)
+        forms = (*(_ONE_WIDE if wide else _ONE), *_SENT, *_APART)
     if c.conv != "none" and c.conv_window != "ring" and c.op == "gdn_decode":
         forms = _ONE_SHIFTED if compiled_tokens(c) == 1 else _SEVERAL_SHIFTED
     found = [
@@ -390,7 +431,7 @@ def _measured(c: Contract, device: Device) -> list[Knobs]:
             spread=True, registers=f.registers, ahead=f.ahead, copied=f.copied,
             share=f.share, group=f.group, stores=f.stores, beyond=f.beyond,
             row=c.intermediate == "slots", sent=f.sent, window_first=f.window_first,
-            once=f.once or (f.sent and _decays(c)),
+            once=f.once or ((f.sent or f.apart) and _decays(c)), apart=f.apart,
         )
         for f in forms
         if _has_clusters(device)
@@ -498,7 +539,7 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
     def distance(s: Knobs) -> tuple[Any, ...]:
         return (
             s.pdl != "none",
-            s.sent or s.once or s.window_first,
+            s.sent or s.once or s.window_first or s.apart or s.threads > 256,
             0 if s.stores == target.stores else 1 if s.stores == "plain" else 2,
             s.beyond > 0,
             c.intermediate == "slots" and not s.row,

@@ -50,6 +50,9 @@ class Normed(layer_conv.Convolved):
         # A cluster's sums are on their way before the state's stores; without one the outputs are.
         self.sends_early = self.cluster > 1 and self.chunks == 1 and not self.loop
         self.ends_early = self.normed and self.cluster == 1 and not self.loop
+        if knobs["apart"] and self.chunks == 1:
+            # all warps' stores are one burst at the end: they do not wait for the slowest warp
+            self.ends_early = False
         # Blocks of a q/k head that have its value heads among them, and whether they wait for one another because of its window.
         self.group = knobs["group"]
         self.joined = self.shifted and self.cluster * self.group > 1

@@ -54,6 +54,17 @@ SENT = row(
     once=True,
     pdl="first",
 )
+APART = row(
+    Contract(**KDA, state_dtype="fp32"),
+    1,
+    ilp=4,
+    threads=512,
+    vec=4,
+    apart=True,
+    once=True,
+    stores="first",
+    pdl="first",
+)
 ROWS = [
     ONE,
     row(Contract(**STEP), 2, tile_v=32, ilp=2, threads=256, pdl="first"),
@@ -152,6 +163,10 @@ ROWS = [
         window_first=True,
         pdl="first",
     ),
+    # warps that convolve before they ask for their rows: a head's at once, one chunk of a cluster's, and of GDN
+    APART,
+    row(Contract(**KDA), 1, tile_v=32, ilp=4, threads=128, apart=True, once=True),
+    row(Contract(**STEP, conv_bias=True), 3, ilp=4, threads=512, apart=True, pdl="first"),
     # windows that are shifted in place, by a cluster of their readers: with idle blocks, of one head each, of two
     WINDOW,
     row(
@@ -304,6 +319,11 @@ BROKEN = {
 def test_broken_sent_rows_are_caught(broken, builder):
     """A fault, or a verdict that is not ok."""
     require_caught(SENT, broken, 1, builder)
+
+
+def test_warps_that_do_not_wait_for_the_convolution_are_caught(builder):
+    """Its only barrier ahead of the rows; a race, whatever the results are."""
+    require_caught(APART, (r"(?s)\A(.*?)bar(rier)?\.sync\s+0;", r"\1"), 1, builder)
 
 
 @pytest.mark.parametrize("broken", BROKEN)
