@@ -31,6 +31,7 @@ from gdntune.kernels.wy_block_columns import Columns
 from gdntune.kernels.wy_block_gdn import RowStage
 from gdntune.kernels.wy_block_kda import KeyStage
 from gdntune.kernels.wy_block_lines import Lines
+from gdntune.kernels.wy_block_tf32 import Tf32, rows_of_u
 from gdntune.kernels.wy_operands import SPAN_DECAYS, Operands, Shape, allocate
 
 F32, BF = Float32, BFloat16
@@ -109,6 +110,9 @@ class WYBlock(decode.Decode):
         self.columns_by = Columns(self) if knobs["matrices"] else None
         self.lines_by = Lines(self) if knobs.get("lines") else None
         self.ahead = Ahead(self, knobs["ahead"]) if knobs.get("ahead") else None
+        self.tf32 = Tf32(self) if knobs.get("tf32") else None
+        # whether a final state goes to memory as it is computed
+        self.stores_early = self.lines_by is not None or self.tf32 is not None
         vec = 16 // (self.state_dtype.width // 8)
         k_terms = TERMS[facts["input_dtype"]]
         self.shape = Shape(
@@ -119,6 +123,7 @@ class WYBlock(decode.Decode):
             self.u_terms if self.per_k else k_terms,
             threads,
             knobs["matrices"],
+            self.tf32 is not None,
         )
         if self.per_k:
             self.stage = KeyStage(self, self.shape, self.update)
@@ -127,7 +132,7 @@ class WYBlock(decode.Decode):
         # a thread's share of a row
         self.share = self.K // 4
         # two accumulators where a warp's rows alone do not fill mma's latency
-        self.chains = 2 if self.octets * self.shape.tiles < 4 else 1
+        self.chains = 2 if self.octets * self.shape.tiles < 4 and not self.tf32 else 1
 
     def row_of(self, octet, g):
         """The row of V, of a warp's, that lanes g have in an octet."""
@@ -207,6 +212,9 @@ class WYBlock(decode.Decode):
 
     def project(self, raw, o: Operands, th, sP) -> None:
         """P of the warp's rows: first k's, then q's."""
+        if self.tf32:
+            self.tf32.project(raw, o, th, sP)
+            return
         s, C = self.shape, self.chains
         p = fr.registers(C * s.tiles * self.octets * 4, F32, 0.0)
         bases = [s.place_a(th, a) for a in range(s.fragments)]
@@ -283,6 +291,9 @@ class WYBlock(decode.Decode):
 
         Packed: behind the terms of four tokens again the first and the third.
         """
+        if self.tf32:
+            self.tf32.keep_u(u, sU, row)
+            return
         N, width = self.shape.N, min(self.shape.N, 8)
         again = self.paired and self.shape.packed
         w = fr.registers(4 * N if again else self.u_terms * N, BF)
@@ -366,6 +377,9 @@ class WYBlock(decode.Decode):
         """
         if self.columns_by:
             self.columns_by.advance(raw, o, th, sm)
+            return
+        if self.tf32:
+            self.tf32.advance(raw, o, th, sm, *goal)
             return
         s = self.shape
         w = self.read_u(sm.u, th)
@@ -498,6 +512,9 @@ class WYBlock(decode.Decode):
         p = smem.allocate_tensor(F32, cute.make_layout((W, R, P), stride=(R * P, P, 1)), 16)
         if not self.update:
             return Rows(p[w, None, None], None)
+        if self.tf32:
+            u = smem.allocate_tensor(F32, rows_of_u(W, R), 16)
+            return Rows(p[w, None, None], u[w, None, None])
         U = 2 * N if self.shape.packed else 2 * N + 8
         if self.paired and self.shape.packed:
             U = PACKED_STRIDE
@@ -602,7 +619,7 @@ class WYBlock(decode.Decode):
                 else:
                     cute.arch.sync_warp()
                 mine = values
-                if const_expr(it + 1 < self.passes):
+                if const_expr(it + 1 < self.passes and self.tf32 is None):
                     came = self.load_state(source, first + self.rows, th)
                     values = self.load_values(v, span, hv, first + self.rows + row)
                     cute.arch.sync_warp()
@@ -610,7 +627,12 @@ class WYBlock(decode.Decode):
                     out = cute.domain_offset((t0, first), output[ni, None, hv, None])
                     self.solve(o, sm, mine, th, th.lane < self.rows, span, out)
                     cute.arch.sync_warp()
-                    if const_expr(self.update and self.lines_by is not None):
+                    if const_expr(it + 1 < self.passes and self.tf32 is not None):
+                        # for their registers there is no room beside the solution's
+                        came = self.load_state(source, first + self.rows, th)
+                        values = self.load_values(v, span, hv, first + self.rows + row)
+                        cute.arch.sync_warp()
+                    if const_expr(self.update and self.stores_early):
                         tile = state[Int64(write_slot), hv, None, None]
                         self.advance(raw, o, th, sm, (tile, first, writes))
                     elif const_expr(self.update):

@@ -47,6 +47,11 @@ class Knobs:
         " that are not rounded to bf16, and of KDA",
         default=2,
     )
+    tf32: bool = knob(
+        "tf",
+        "fp32 states of KDA, eight tokens: products are of two TF32 terms, else of three bf16 terms",
+        default=False,
+    )
     ahead: int = knob(
         "ah",
         "a block asks into the L2 cache for what the block so many places behind it in the grid"
@@ -93,6 +98,22 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         )
     if s.lines and c.layout != "k_last":
         return f"lines=True with layout={c.layout}: expected k_last, whose rows hold whole lines"
+    if s.tf32 and (
+        c.op != "kda_decode" or c.state_dtype != "fp32" or block_facts(c)["tokens"] != 8
+    ):
+        return (
+            f"tf32=True with op={c.op}, state_dtype={c.state_dtype}, tokens={c.tokens}: expected"
+            " kda_decode, fp32 and 5 to 8 tokens"
+        )
+    if s.tf32 and s.terms != 2:
+        return f"tf32=True with terms={s.terms}, which are of bf16: expected 2"
+    if s.tf32 and s.lines:
+        return "tf32=True with lines=True: expected one of them"
+    if s.tf32 and s.threads * 2 > 4 * c.K:
+        return (
+            f"tf32=True with threads={s.threads}, K={c.K}: a thread fills in an even number of"
+            f" tokens, expected at most {2 * c.K} threads"
+        )
     if s.ahead < 0 or s.ahead & (s.ahead - 1):
         return f"ahead={s.ahead}: expected 0 or a power of two"
     if s.ahead and (c.layout != "k_last" or c.ragged):
@@ -125,6 +146,8 @@ def block(c: Contract, s: Knobs) -> Block:
     """Threads, and the shared memory that the kernel's allocations add up to."""
     tokens = block_facts(c)["tokens"]
     kda, update = c.op == "kda_decode", c.mode == "update"
+    if s.tf32:
+        return Block(s.threads, _tf32_shared(c, s))
     if s.terms == 3 and not kda:
         tokens = max(tokens, 8)
     N = 4 if tokens <= 4 else 8 * (-(-tokens // 8))
@@ -150,6 +173,33 @@ def block(c: Contract, s: Knobs) -> Block:
     elif update:
         shared += 2 * lines * (2 * N if tokens <= 4 else 2 * N + 8)
     return Block(s.threads, shared)
+
+
+def _tf32_shared(c: Contract, s: Knobs) -> int:
+    """The same where operands are TF32: hi and lo of k and q, and of a key where it meets u."""
+    N, update, lines = 8, c.mode == "update", s.warps * s.rows
+    shared = 4 * c.K * 2 * N * (3 if update else 2)
+    # Gram matrices, factors, D_T, k and q as they came, decays
+    shared += 4 * (2 * N * N + 4 * N) + 4 * c.K
+    shared += 2 * N * c.K * ITEMSIZE[c.input_dtype] + 4 * N * c.K
+    # projections, and u
+    return shared + 4 * lines * (2 * N + 4) + (4 * lines * 12 if update else 0)
+
+
+def _in_tf32(c: Contract) -> list[Knobs]:
+    """Settings of TF32 products: 2,040 instructions a warp and 16 rows on sm_90a where three bf16
+    terms take 2,420, and 16 warps a multiprocessor; 2,700 for 32 rows in two passes, 12 warps.
+    """
+    plain = [
+        Knobs(16, 4, registers=128, tf32=True),
+        Knobs(16, 8, 256, registers=128, tf32=True),
+        Knobs(16, 4, passes=2, registers=168, tf32=True),
+    ]
+    if c.mode == "frozen" or c.ragged:
+        return plain
+    # four requests of 32 heads behind, by blocks of 64 rows or of 128
+    far = (256, 128, 128)
+    return plain + [dataclasses.replace(s, ahead=n) for s, n in zip(plain, far, strict=True)]
 
 
 def _whole_lines(c: Contract) -> list[Knobs]:
@@ -200,6 +250,8 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     tried += _ahead(c, device)
     if three_terms(c):
         tried = [dataclasses.replace(s, terms=3) for s in tried]
+    if c.layout == "k_last":
+        tried += _in_tf32(c)
     return in_every_form([s for s in dict.fromkeys(tried) if not refuse(c, s)])
 
 

@@ -143,6 +143,9 @@ class KeyStage:
         for i in range(self.each):
             for e in range(2):
                 before[e] = before[e] * decays[2 * i + e]
+            if self.d.tf32:
+                self.d.tf32.fill_projection(self.of_token(before, k, q, i), first + i, p, o)
+                continue
             for which, x in ((0, k), (1, q)):
                 both = fr.registers(2)
                 both.store(before.load() * fr.pair(x, 2 * i).load())
@@ -150,15 +153,27 @@ class KeyStage:
                     row = o.x[s.row(term, which, first + i), None]
                     cute.autovec_copy(fr.split(both), cute.local_tile(row, (2,), (word,)))
 
+    def of_token(self, before, k, q, i: int):
+        """Decayed k and q of the first key, then of the second."""
+        x = fr.registers(4)
+        for e in range(2):
+            x[2 * e], x[2 * e + 1] = before[e] * k[2 * i + e], before[e] * q[2 * i + e]
+        return x
+
     @cute.jit
     def fill_final(self, k, decays, after, first, p, o: Operands, th):
         s = self.s
         word = s.word(p)
+        tokens = fr.registers(4)
         for back in cutlass.range_constexpr(self.each):
             i = const_expr(self.each - 1 - back)
             both = fr.registers(2)
             both.store(after.load() * fr.pair(k, 2 * i).load())
-            for term in cutlass.range_constexpr(s.key_terms):
+            if const_expr(self.d.tf32 is not None):
+                cute.autovec_copy(both, fr.pair(tokens, 2 * (i % 2)))
+                if const_expr(i % 2 == 0):
+                    self.d.tf32.fill_final(tokens, first + i, p, o)
+            for term in cutlass.range_constexpr(0 if self.d.tf32 else s.key_terms):
                 row = o.keys[term * s.N + first + i, None]
                 cute.autovec_copy(fr.split(both), cute.local_tile(row, (2,), (word,)))
             after.store(after.load() * fr.pair(decays, 2 * i).load())

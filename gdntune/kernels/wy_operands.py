@@ -11,6 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32
 
+from gdntune.kernels import wy_block_tf32
+
 F32, BF = Float32, BFloat16
 # rows of 16 bytes beside one another: eight of them lie in different banks
 PAD = 8
@@ -23,7 +25,7 @@ class Shape:
     """Sizes known when a kernel is compiled.
 
     vec: state elements of one 16-byte load. terms: of bf16, that hold an operand of the projection. key_terms: those of a key where
-    it meets u in the final state. in_order: keys are not permuted: nobody loads a row's keys side by side.
+    it meets u in the final state. in_order: keys are not permuted: nobody loads a row's keys side by side. tf32: operands are TF32.
     """
 
     K: int
@@ -33,6 +35,7 @@ class Shape:
     key_terms: int
     threads: int
     in_order: bool = False
+    tf32: bool = False
 
     @property
     def packed(self) -> bool:
@@ -148,9 +151,12 @@ def matrix(rows: int, columns: int, stride: int):
 def allocate(smem, s: Shape, per_k: bool, update: bool, dtype) -> Operands:
     """The operands of a block; dtype: of k and q as they come."""
     N = s.N
-    x = smem.allocate_tensor(BF, matrix(s.rows + s.zero_rows, s.stride, s.stride), 16)
     keys = None
-    if per_k and update:
+    if s.tf32:
+        x, keys = wy_block_tf32.allocate(smem, s.K, update)
+    else:
+        x = smem.allocate_tensor(BF, matrix(s.rows + s.zero_rows, s.stride, s.stride), 16)
+    if per_k and update and not s.tf32:
         keys = smem.allocate_tensor(BF, matrix(s.key_terms * N, s.stride, s.stride), 16)
     gram = smem.allocate_tensor(F32, cute.make_layout((2, N, N), stride=(N * N, N, 1)), 16)
     factors = smem.allocate_tensor(F32, matrix(N, 4, 4), 16)

@@ -16,6 +16,7 @@ from gdntune.problem import Contract
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl has wheels for Linux alone")
 
 KDA = Contract(op="kda_decode", gate="softplus", tokens=8)
+TF32 = {"op": "kda_decode", "gate": "softplus", "state_dtype": "fp32"}
 # of each kind of contract a setting that is tried
 CASES = {
     "GDN": (Contract(tokens=8), Knobs(32, 4, registers=128)),
@@ -26,6 +27,14 @@ CASES = {
     "KDA": (KDA, Knobs(32, 4)),
     "KDA, ahead": (KDA, Knobs(32, 4, ahead=256)),
     "KDA, fp32 state": (KDA.replace(state_dtype="fp32"), Knobs(16, 8, threads=256, terms=3)),
+    "KDA, TF32": (
+        KDA.replace(state_dtype="fp32"),
+        Knobs(16, 4, registers=128, tf32=True, ahead=256),
+    ),
+    "KDA, TF32, two passes": (
+        KDA.replace(state_dtype="fp32"),
+        Knobs(16, 4, registers=168, passes=2, tf32=True),
+    ),
     "KDA, T=4, fp16, v_last, K=64": (
         KDA.replace(tokens=4, layout="v_last", input_dtype="fp16", state_dtype="fp16", K=64, V=64),
         Knobs(16, 4, threads=256, matrices=True, terms=3),
@@ -39,7 +48,7 @@ CASES = {
 
 
 # Those that hold most in registers: whole lines, more than GDN without them.
-FEW = ("GDN, whole lines", "KDA, fp32 state", "KDA, T=4, fp16, v_last, K=64")
+FEW = ("GDN, whole lines", "KDA, fp32 state", "KDA, TF32", "KDA, T=4, fp16, v_last, K=64")
 
 
 def test_it_compiles_without_spills(tmp_path):
@@ -83,6 +92,11 @@ def test_it_compiles_without_spills(tmp_path):
         ({}, {"passes": 2}, "V=128"),
         ({}, {"registers": 100}, "registers=100"),
         ({"state_dtype": "fp32"}, {}, "registers a thread"),
+        ({}, {"tf32": True}, "tf32=True with op=gdn_decode"),
+        ({**TF32, "tokens": 4}, {"tf32": True}, "tokens=4: expected kda_decode, fp32 and 5 to 8"),
+        (TF32, {"rows": 16, "tf32": True, "terms": 3}, "tf32=True with terms=3"),
+        (TF32, {"rows": 16, "tf32": True, "lines": True}, "tf32=True with lines=True"),
+        ({**TF32, "K": 64}, {"rows": 16, "tf32": True, "threads": 256}, "at most 128 threads"),
     ],
 )
 def test_it_refuses_with_a_reason(fields, knobs, reason):

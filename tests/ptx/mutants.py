@@ -35,6 +35,11 @@ SPLIT = Base("recurrent", Contract("kda_decode", 3, gate="softplus", layout="v_l
 WY = Base("wy", Contract(tokens=8))
 BLOCK = Base("wy_block", Contract(tokens=8))
 BLOCK_KDA = Base("wy_block", Contract("kda_decode", 4, gate="softplus", K=64))
+TF32 = Base(
+    "wy_block",
+    Contract("kda_decode", 8, gate="softplus", K=64, state_dtype="fp32"),
+    (("rows", 16), ("terms", 2), ("tf32", True)),
+)
 FIRST = Base("wy", Contract(tokens=4), (("pdl", "first"),))
 RING_NORM = Base(
     "ring_norm", Contract(tokens=2, K=64, V=32, ring=16, norm="silu"), (("warps", 2), ("rows", 16))
@@ -145,6 +150,13 @@ def _without_a_product(text: str) -> str:
     return text[: m.start()] + moves + text[m.end() :]
 
 
+def _exchanged_tf32(text: str) -> str:
+    """The rows of one operand, which are k's and q's, change places."""
+    kind = "m16n8k8.row.col.f32.tf32.tf32.f32"
+    new = rf"mma.sync.aligned.{kind} {{\1}}, {{\3, \2, \4}}, {{\5}}, {{\6}};"
+    return _replaced(_MMA, new, 0)(text)
+
+
 def _unguarded_state(text: str) -> str:
     """The final state is written whether its slot is padding or not."""
     last = text.rindex("st.global.v4.b32")
@@ -214,6 +226,14 @@ MUTANTS = [
     Mutant("a product is left out", BLOCK, _without_a_product),
     Mutant("no barrier after the staging", BLOCK_KDA, _dropped(r"bar\.sync", 0)),
     Mutant("decays in bf16", BLOCK_KDA, _in_bf16),
+    Mutant(
+        "what TF32 lacks is left out",
+        TF32,
+        _replaced(r"sub\.f32(\s+%r\d+), %r\d+, (%r\d+);", r"sub.f32\1, \2, \2;"),
+    ),
+    Mutant("rows of a TF32 operand are exchanged", TF32, _exchanged_tf32),
+    Mutant("a product of TF32 is left out", TF32, _without_a_product),
+    Mutant("no barrier before TF32 operands are read", TF32, _dropped(r"bar\.sync", 1)),
     Mutant("a state is not turned", V_LAST, _replaced(r"movmatrix\S*", "mov.b32", 0)),
     Mutant("states are written before all warps have read", QUADS, _dropped(r"bar\.sync", 0)),
     Mutant("a product is left out", QUADS, _without_a_product),

@@ -202,6 +202,25 @@ def test_sixteen_bits_round_as_torch_does(kind):
     assert torch.equal(got.view(torch.float32).nan_to_num(nan=1.5), want.nan_to_num(nan=1.5))
 
 
+def test_a_product_of_tf32_cuts_off_what_tf32_lacks():
+    """A's columns c and c + 4 are a lane's first and third register, B's rows its two; of each word the
+    13 low bits are not read.
+    """
+    body = """
+    mov.b32 %r20, 0f00000000;
+    add.f32 %r21, %r4, %r4;
+    mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r22, %r9, %r23, %r24},
+    {%r4, %r20, %r21, %r20}, {%r4, %r21}, {%r20, %r20, %r20, %r20};
+    """
+    x = torch.randn(32, generator=torch.manual_seed(0))
+    got = run(body, x.view(torch.int32), 1, 32).view(torch.float32)
+    cut = (x.view(torch.int32) & -8192).view(torch.float32).double().view(8, 4)
+    # of lane (g, c) row g, column 2 c + 1
+    want = 5 * (cut @ cut.T)[:, 1::2]
+    assert torch.equal(got.view(8, 4), want.float())
+    assert not torch.equal(got.view(8, 4), (5 * x.view(8, 4) @ x.view(8, 4).T)[:, 1::2])
+
+
 def test_matrices_go_through_ldmatrix_and_mma():
     """ldmatrix, plain and turned, and movmatrix give mma's operands: A A^T and A A of an 8 x 8 block."""
     pairs = np.arange(64, dtype=np.float32).reshape(8, 8) / 8

@@ -63,8 +63,9 @@ def test_states_in_whole_lines(contract, knobs, builder):
             Contract(tokens=3, gate="log", state_dtype="fp16", layout="v_last"),
             {"matrices": True},
         ),
+        (KDA.replace(tokens=8, gate="log", state_dtype="fp32"), {"tf32": True, "terms": 2}),
     ],
-    ids=("GDN", "KDA", "GDN, turned matrices"),
+    ids=("GDN", "KDA", "GDN, turned matrices", "KDA, TF32"),
 )
 def test_a_state_of_one_token_alone(contract, knobs, builder):
     """Fault: of 7,000 random problems 13 failed on a GPU, where a decay leaves nothing of a state that is
@@ -75,9 +76,31 @@ def test_a_state_of_one_token_alone(contract, knobs, builder):
     case.a.fill_(-200.0)
     truth = Truth(case)
     case = truth.before.clone()
-    variant = wy_block_config.KERNEL.variant(wy_block_config.Knobs(16, 4, terms=3, **knobs))
+    variant = wy_block_config.KERNEL.variant(wy_block_config.Knobs(16, 4, **{"terms": 3, **knobs}))
     call.decode(builder.get(contract, variant), contract)(*case.arguments())
     assert truth.judge(case).require().error < 0.4 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("fields", "knobs"),
+    [
+        ({"tokens": 8}, {"passes": 2, "registers": 168}),
+        ({"tokens": 5, "input_dtype": "fp16", "ragged": True, "K": 64}, {"registers": 128}),
+        ({"tokens": 8, "layout": "v_last"}, {"threads": 256, "warps": 8}),
+        ({"tokens": 7, "mode": "frozen"}, {}),
+    ],
+    ids=("two passes", "ragged", "v_last", "frozen"),
+)
+def test_states_in_tf32(fields, knobs, builder):
+    """fp32 states whose products are of two TF32 terms."""
+    contract = KDA.replace(state_dtype="fp32", **fields)
+    truth = Truth(make_case(Problem(contract, 3, 1, 2), "cpu", 0, padding=0.3, slot_stride_pad=64))
+    case = truth.before.clone()
+    setting = wy_block_config.Knobs(**{"rows": 16, "warps": 4, "tf32": True, **knobs})
+    compiled = builder.get(contract, wy_block_config.KERNEL.variant(setting))
+    assert ".bf16.bf16.f32" not in compiled.ptx
+    call.decode(compiled, contract)(*case.arguments())
+    assert truth.judge(case).require().error < 0.1 * TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ A product of mma is exact and its sum is rounded once; a tensor core keeps fewer
 that it adds, and in an order of its own.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,22 +105,44 @@ def _matrix(registers: list[Array], across: int) -> Array:
     return parts.transpose(0, 2, 3, 1, 4, 5).reshape(warps, 8 * n // across, 8 * across)
 
 
+def _words(registers: list[Array], across: int) -> Array:
+    """The same of 32-bit elements: one a register, and four a row of a lane's eight by four."""
+    x = np.stack(registers, 1)
+    n, warps = len(registers), len(x)
+    parts = x.reshape(warps, across, n // across, 8, 4)
+    return parts.transpose(0, 2, 3, 1, 4).reshape(warps, 8 * n // across, 4 * across)
+
+
+def _as_tf32(x: Array) -> Array:
+    """What a tensor core reads of a word as TF32: all but its 13 low bits, which are cut off."""
+    return (x & np.uint32(0xFFFFE000)).view(np.float32)
+
+
 def multiply(i: Instruction, program: Program) -> Step:
-    """mma.sync of 16-bit floats with fp32 sums, m16n8k16 and m16n8k8."""
+    """mma.sync with fp32 sums: of 16-bit floats m16n8k16 and m16n8k8, of TF32 m16n8k8."""
     shape, kinds = i.parts[3], i.parts[-4:]
+    if kinds == ("f32", "tf32", "tf32", "f32"):
+        if shape != "m16n8k8":
+            raise Unmodelled(i.text)
+        return _product(i, program, lambda x: _as_tf32(_words(x, 2)))
     known = shape in ("m16n8k16", "m16n8k8") and kinds[0] == kinds[3] == "f32"
     widen = {"bf16": from_bf16, "f16": from_fp16}.get(kinds[1])
     if not known or widen is None or kinds[1] != kinds[2]:
         raise Unmodelled(i.text)
     across = 2 if shape == "m16n8k16" else 1
+    return _product(i, program, lambda x: widen(_matrix(x, across)))
+
+
+def _product(i: Instruction, program: Program, matrix: Callable[[list[Array]], Array]) -> Step:
+    """An mma whose operands' registers are such matrices."""
     into = [writer(x, program) for x in names(i.operands[0])]
     a, b = ([reader(x, "b32", program) for x in names(o)] for o in i.operands[1:3])
     c = [reader(x, "f32", program) for x in names(i.operands[3])]
 
     def run(grid: "Grid", threads: Threads) -> None:
         A, B = (
-            widen(_matrix([_by_warp(get(grid), grid, threads) for get in x], n)).astype(np.float64)
-            for x, n in ((a, across), (b, across))
+            matrix([_by_warp(get(grid), grid, threads) for get in x]).astype(np.float64)
+            for x in (a, b)
         )
         # B is given by its columns
         product = A @ B.transpose(0, 2, 1)

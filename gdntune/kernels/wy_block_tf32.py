@@ -1,0 +1,177 @@
+"""fp32 states of `wy_block` as TF32 operands, where each key has a decay (KDA) and tokens are eight.
+
+TF32 has 11 bits: x = hi + lo, both TF32, leaves 2^-22 of x where hi is rounded and 2^-21 where it is cut off. Of a product of two such
+sums hi hi, hi lo and lo hi are summed; what is left out is as small. A state is split by one `and` and one subtraction an element, a
+third of what three bf16 terms take, and the registers that a thread loads are the operand: the columns c and c + 4 of product x are
+keys 2x and 2x + 1 of a thread's share.
+
+Operands lie in shared memory as 16 bytes a lane, so that a warp reads them as they are. Lanes are exchanged by an xor where threads
+that write at once would meet in a bank.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, TFloat32, const_expr
+from cutlass.cute.nvgpu import warp
+
+from gdntune.kernels import fragments as fr
+
+F32 = Float32
+# of a product along the contraction
+DEPTH = 8
+# of fp32's bits those that TF32 has
+MASK = -8192
+HALF = 4096
+
+
+def mma(acc, a, b) -> None:
+    """acc += a b: 16 rows, 8 columns, 8 products of TF32 a place."""
+    atom = cute.make_mma_atom(warp.MmaTF32Op((16, 8, DEPTH)))
+    a, b = cute.recast_tensor(a, TFloat32), cute.recast_tensor(b, TFloat32)
+    cute.mma_atom_call(atom, acc, a, b, acc)
+
+
+def split(x, n: int, rounded: bool = True):
+    """n fp32 as what TF32 holds of them and the rest. Not rounded: cut off, an instruction less."""
+    hi, lo = fr.registers(n), fr.registers(n)
+    bits, kept = cute.recast_tensor(x, Int32), cute.recast_tensor(hi, Int32)
+    for i in range(n):
+        kept[i] = (bits[i] + HALF if rounded else bits[i]) & MASK
+        lo[i] = x[i] - hi[i]
+    return hi, lo
+
+
+def allocate(smem, K: int, update: bool):
+    """Operands of the projection [K / 8, 2, 32, 4] fp32, hi and lo, and of the final state [K / 8, 32, 4], or None."""
+    steps = K // DEPTH
+    x = smem.allocate_tensor(F32, cute.make_layout((steps, 2, 32, 4), stride=(256, 128, 4, 1)), 16)
+    if not update:
+        return x, None
+    return x, smem.allocate_tensor(F32, cute.make_layout((steps, 32, 4), stride=(128, 4, 1)), 16)
+
+
+def rows_of_u(warps: int, rows: int):
+    """The layout of u, fp32, [warps, rows, 12], of which 8 are used: so eight rows of eight bytes a lane lie in different banks."""
+    return cute.make_layout((warps, rows, 12), stride=(12 * rows, 12, 1))
+
+
+class Tf32:
+    """What `wy_block` does otherwise with such states."""
+
+    def __init__(self, decode):
+        self.d = decode
+
+    @property
+    def steps(self) -> int:
+        """Products along K."""
+        return self.d.K // DEPTH
+
+    def fill_projection(self, x, t, p, o) -> None:
+        """A token's k and q of keys 2p and 2p + 1: x = k, q, k, q, which are the four registers of one lane's A."""
+        step = p // 8 * 2 + p % 2
+        lane = (4 * t + p // 2 % 4) ^ (4 * (step & 1))
+        for term, y in enumerate(split(x, 4)):
+            cute.autovec_copy(y, o.x[step, term, lane, None])
+
+    def fill_final(self, x, t, p, o) -> None:
+        """Decayed k of tokens t and t + 1, t even, of keys 2p and 2p + 1: a key's, hi and lo, are B's registers of one lane, whose
+        rows c and c + 4 are tokens 2c and 2c + 1.
+        """
+        hi, lo = split(x, 4)
+        step = p // 8 * 2 + p % 2
+        c = p // 2 % 4
+        for e in range(2):
+            y = fr.registers(4)
+            for later in range(2):
+                y[later], y[2 + later] = hi[2 * later + e], lo[2 * later + e]
+            lane = (8 * c + 4 * e + t // 2) ^ self.exchange(c, step)
+            cute.autovec_copy(y, o.keys[step, lane, None])
+
+    def exchange(self, c, step):
+        """What lanes of the final state's operand are exchanged by; c: half the column."""
+        return c ^ (4 * (step & 1))
+
+    def project(self, raw, o, th, sP) -> None:
+        """P of the warp's rows. Products of each order have a sum of their own: 16 in a row, not 48, and what a tensor core cuts off
+        of a small sum is small.
+        """
+        d = self.d
+        sums = fr.registers(3 * d.octets * 4, F32, 0.0)
+        for x in range(self.steps):
+            operands = []
+            for term in range(2):
+                a = fr.registers(4)
+                cute.autovec_copy(o.x[x, term, th.lane ^ (4 * (x & 1)), None], a)
+                operands.append(fr.view(a, 0, ((2, 2),), ((1, 2),)))
+            for j in range(d.octets):
+                hi, lo = split(fr.pair(raw, j * d.share + 2 * x), 2, rounded=False)
+                for order, (a, b) in enumerate(
+                    ((operands[0], hi), (operands[0], lo), (operands[1], hi))
+                ):
+                    acc = fr.accumulator(sums, 4 * (order * d.octets + j))
+                    mma(acc, a, fr.view(b, 0, ((2,),), ((1,),)))
+        p = fr.registers(d.octets * 4)
+        for i in range(d.octets * 4):
+            small = sums[4 * d.octets + i] + sums[8 * d.octets + i]
+            p[i] = sums[i] + small
+        for j in range(d.octets):
+            d.write_projection(p, 0, j, th, sP)
+
+    def keep_u(self, u, sU, row) -> None:
+        """u, which is split where it is read: by all lanes."""
+        cute.autovec_copy(u, cute.local_tile(sU[row, None], (DEPTH,), (0,)))
+
+    def read_u(self, sU, th):
+        """u as A's registers, hi and lo, of each two octets."""
+        found = []
+        for m in range(self.d.octets // 2):
+            x = fr.registers(4)
+            for half in range(2):
+                row = self.d.row_of(2 * m + half, th.g)
+                tokens = fr.registers(2)
+                cute.autovec_copy(cute.local_tile(sU[row, None], (2,), (th.c,)), tokens)
+                x[half], x[2 + half] = tokens[0], tokens[1]
+            found.append([fr.view(y, 0, ((2, 2),), ((1, 2),)) for y in split(x, 4)])
+        return found
+
+    def advance(self, raw, o, th, sm, tile, row0, writes) -> None:
+        """The final state to memory, 16 bytes of each row as soon as they are computed, so that few sums are held at once."""
+        d = self.d
+        u = self.read_u(sm.u, th)
+        for x in range(0, self.steps, 2):
+            decays = d.decays_of(o, th, x, 2, None)
+            goals = list(d.runs(tile, row0, th))
+            for step in (x, x + 1):
+                keys = fr.registers(4)
+                cute.autovec_copy(o.keys[step, th.lane ^ self.exchange(th.g // 2, step), None], keys)
+                for m, terms in enumerate(u):
+                    self.advance_two(raw, terms, keys, fr.pair(decays, 2 * (step - x)), step, m)
+            self.store(raw, goals, x, writes)
+            if x % 4 == 2:
+                # four sums under way; later keys are not read before them
+                cute.arch.sync_warp()
+
+    def advance_two(self, raw, u, keys, decays, step: int, m: int) -> None:
+        """Two octets of rows, eight keys."""
+        d = self.d
+        first, rest = u
+        hi, lo = (fr.view(keys, 2 * term, ((2,),), ((1,),)) for term in range(2))
+        x = fr.registers(4)
+        places = [(2 * m + half) * d.share + 2 * step for half in range(2)]
+        for half in range(2):
+            fr.pair(x, 2 * half).store(fr.pair(raw, places[half]).load() * decays.load())
+        acc = fr.accumulator(x)
+        # small products first: a sum is cut off at each
+        mma(acc, rest, hi)
+        mma(acc, first, lo)
+        mma(acc, first, hi)
+        for half in range(2):
+            fr.pair(raw, places[half]).store(fr.pair(x, 2 * half).load())
+
+    @cute.jit
+    def store(self, raw, goals: cutlass.Constexpr, x: cutlass.Constexpr, writes):
+        """Each row's 16 bytes that end with products x and x + 1."""
+        if writes:
+            for goal, at, n in goals:
+                if const_expr(at % self.d.share == 2 * x):
+                    cute.autovec_copy(fr.view(raw, at, (n,), (1,)), goal)
