@@ -143,7 +143,9 @@ class Tf32:
             goals = list(d.runs(tile, row0, th))
             for step in (x, x + 1):
                 keys = fr.registers(4)
-                cute.autovec_copy(o.keys[step, th.lane ^ self.exchange(th.g // 2, step), None], keys)
+                cute.autovec_copy(
+                    o.keys[step, th.lane ^ self.exchange(th.g // 2, step), None], keys
+                )
                 for m, terms in enumerate(u):
                     self.advance_two(raw, terms, keys, fr.pair(decays, 2 * (step - x)), step, m)
             self.store(raw, goals, x, writes)
