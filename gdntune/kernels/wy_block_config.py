@@ -107,6 +107,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         )
     if s.tf32 and s.terms != 2:
         return f"tf32=True with terms={s.terms}, which are of bf16: expected 2"
+    if s.tf32 and c.layout != "k_last":
+        return f"tf32=True with layout={c.layout}: expected k_last, whose rows are an operand"
     if s.tf32 and s.lines:
         return "tf32=True with lines=True: expected one of them"
     if s.tf32 and s.threads * 2 > 4 * c.K:

@@ -86,14 +86,14 @@ def test_a_state_of_one_token_alone(contract, knobs, builder):
     [
         ({"tokens": 8}, {"passes": 2, "registers": 168}),
         ({"tokens": 5, "input_dtype": "fp16", "ragged": True, "K": 64}, {"registers": 128}),
-        ({"tokens": 8, "layout": "v_last"}, {"threads": 256, "warps": 8}),
+        ({"tokens": 8, "gate": "log"}, {"threads": 256, "warps": 8}),
         ({"tokens": 7, "mode": "frozen"}, {}),
     ],
-    ids=("two passes", "ragged", "v_last", "frozen"),
+    ids=("two passes", "ragged", "eight warps", "frozen"),
 )
 def test_states_in_tf32(fields, knobs, builder):
     """fp32 states whose products are of two TF32 terms."""
-    contract = KDA.replace(state_dtype="fp32", **fields)
+    contract = KDA.replace(**{"state_dtype": "fp32", **fields})
     truth = Truth(make_case(Problem(contract, 3, 1, 2), "cpu", 0, padding=0.3, slot_stride_pad=64))
     case = truth.before.clone()
     setting = wy_block_config.Knobs(**{"rows": 16, "warps": 4, "tf32": True, **knobs})
