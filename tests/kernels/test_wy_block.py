@@ -96,7 +96,11 @@ def test_it_compiles_without_spills(tmp_path):
         ({**TF32, "tokens": 4}, {"tf32": True}, "tokens=4: expected kda_decode, fp32 and 5 to 8"),
         (TF32, {"rows": 16, "tf32": True, "terms": 3}, "tf32=True with terms=3"),
         (TF32, {"rows": 16, "tf32": True, "lines": True}, "tf32=True with lines=True"),
-        ({**TF32, "layout": "v_last"}, {"rows": 16, "tf32": True}, "layout=v_last: expected k_last"),
+        (
+            {**TF32, "layout": "v_last"},
+            {"rows": 16, "tf32": True},
+            "layout=v_last: expected k_last",
+        ),
         ({**TF32, "K": 64}, {"rows": 16, "tf32": True, "threads": 256}, "at most 128 threads"),
     ],
 )
