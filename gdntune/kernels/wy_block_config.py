@@ -232,6 +232,9 @@ def _ahead(c: Contract, device: Device) -> list[Knobs]:
     found = [Knobs(32, 4, ahead=256), Knobs(16, 4, ahead=512)]
     if c.state_dtype == "bf16":
         found += [dataclasses.replace(s, ahead=256) for s in _whole_lines(c)]
+    if c.state_dtype == "bf16" and c.op == "gdn_decode":
+        # four requests ahead by twice the warps, and by whole lines
+        found += [Knobs(16, 8, 256, ahead=256), Knobs(32, 4, lines=True, ahead=256)]
     if c.op == "kda_decode":
         # three terms take 13 registers more, and with them the fourth block
         found += [Knobs(32, 4, registers=128, lines=x, ahead=256) for x in (False, True)]
