@@ -1,6 +1,7 @@
 """What all tests share: caches of their own, and `gpu` tests only where there is a GPU."""
 
 import functools
+import gc
 import os
 import shutil
 import subprocess
@@ -150,6 +151,9 @@ def _settings() -> None:
     # no test is decided by how long one example took: the machine may be busy
     hypothesis.settings.register_profile("busy", deadline=None)
     hypothesis.settings.load_profile("busy")
+    # Tests make millions of small objects beside the million of torch and its like: with Python's own
+    # thresholds, looking for garbage took a tenth of the time.
+    gc.set_threshold(100_000, 20, 100)
     # Threads that spin while they wait take the cores from what they wait for: beside other work
     # that was five times the CPU time. Read by OpenMP when torch is imported, and by children.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

@@ -7,6 +7,7 @@ processes as a user does.
 """
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -115,6 +116,9 @@ def main(place: str) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     _quick()
+    # What is imported is there to stay: no child looks through it for garbage, nor copies its pages.
+    gc.collect()
+    gc.freeze()
     from gdntune.tuning import program
 
     program.subprocess = sys.modules["warm"]  # type: ignore[attr-defined]

@@ -303,6 +303,7 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
 
         For a whole file: what `only` leaves of one may lack the part that a value is for.
         """
+        worth = _Worth()
         for path, part in self._kernels():
             for kernel, knob, value in part.values():
                 listing = [
@@ -311,7 +312,7 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
                     if any(same(x, value) for x in p.kernels.get(kernel, {}).get(knob, ()))
                 ]
                 contracts = sorted({c for p in listing for c in p.own_contracts()})
-                accepted = _refused(known[kernel], knob, value, contracts)
+                accepted = _refused(known[kernel], knob, value, contracts, worth)
                 if accepted is not None:
                     said = (
                         f"expected {one_of(accepted)}"
@@ -344,8 +345,24 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
+class _Worth:
+    """The values of each knob that are worth trying, of a kernel and a contract: looked up once,
+    since a file lists many values and a space has hundreds of settings.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, Contract], dict[str, list[Any]]] = {}
+
+    def trying(self, kernel: Kernel, contract: Contract) -> dict[str, list[Any]]:
+        """By knob; empty where the kernel does not serve the contract."""
+        key = kernel.name, contract
+        if key not in self._found:
+            self._found[key] = _worth_trying(kernel, contract)
+        return self._found[key]
+
+
 def _refused(
-    kernel: Kernel, knob: str, value: Any, contracts: Sequence[Contract]
+    kernel: Kernel, knob: str, value: Any, contracts: Sequence[Contract], worth_of: _Worth
 ) -> list[Any] | None:
     """None where a legal variant has a value of a knob at one of the contracts, else the values
     that are worth trying there.
@@ -353,9 +370,8 @@ def _refused(
     Legal is what is worth trying, and what the kernel does not refuse of the value with all that
     others are worth trying with.
     """
-    device = arch.detect("cpu") if kernel.device == "cpu" else arch.target("sm_90a")
     # Of each contract, the values of each knob.
-    worth = [_worth_trying(kernel, contract, device) for contract in contracts]
+    worth = [worth_of.trying(kernel, contract) for contract in contracts]
     found = dict.fromkeys(x for values in worth for x in values.get(knob, ()))
     if any(same(x, value) for x in found):
         return None
@@ -369,10 +385,11 @@ def _refused(
     return sorted(found)
 
 
-def _worth_trying(kernel: Kernel, contract: Contract, device: arch.Device) -> dict[str, list[Any]]:
+def _worth_trying(kernel: Kernel, contract: Contract) -> dict[str, list[Any]]:
     """The values of each knob in a kernel's space, or in its default rule; empty where it does not
     serve the contract.
     """
+    device = arch.detect("cpu") if kernel.device == "cpu" else arch.target("sm_90a")
     try:
         # A kernel with nothing to try still has its default rule's setting.
         settings = kernel.space(contract, device) or (kernel.default(contract, 1, device),)
