@@ -138,17 +138,15 @@ class WYQuads(decode.Decode):
         """A of the states after two tokens: x times each factor, in three bf16 terms and a zero."""
         w = fr.registers(8, BF)
         words = cute.recast_tensor(w, Int32)
-        for e in cutlass.range_constexpr(2):
-            rest = x * (first if const_expr(e == 0) else second)
-            term = fr.registers(4, BF)
-            term.fill(0.0)
-            for i in cutlass.range_constexpr(3):
-                term[i] = rest.to(BF)
-                rest = rest - term[i].to(F32)
-            both = cute.recast_tensor(term, Int32)
-            # row g + 8 e, its two places along the contraction
-            words[e] = both[0]
-            words[2 + e] = both[1]
+        rest = fr.registers(2)
+        rest[0] = x * first
+        rest[1] = x * second
+        # of both states by one instruction; each word of A has two terms of one of them
+        one, two, three = (cute.recast_tensor(fr.split(rest), Int32)[0] for _ in range(3))
+        words[0] = (one & 0xFFFF) | (two << 16)
+        words[1] = ((one >> 16) & 0xFFFF) | (two & -65536)
+        words[2] = three & 0xFFFF
+        words[3] = (three >> 16) & 0xFFFF
         return w
 
     @cute.kernel
@@ -170,6 +168,11 @@ class WYQuads(decode.Decode):
         self.await_producer("first")
         row = Int32(0)
         first = Int32(1)
+        # asked for before what a slot hangs on is waited for
+        span_ends = fr.registers(2, Int32)
+        if const_expr(self.ragged):
+            span_ends[0] = cu_seqlens[n]
+            span_ends[1] = cu_seqlens[n + 1]
         if const_expr(self.intermediate == "slots"):
             row, first = self.ask_row(n, wl, slot_index, accepted, columns)
             slot = Int32(0)
@@ -180,7 +183,10 @@ class WYQuads(decode.Decode):
             )
         # the state's address waits for this: nothing may be computed before it that does not serve it
         cute.arch.sync_warp()
-        ni, t0, length = self.span_of(n, cu_seqlens, tokens)
+        if const_expr(self.ragged):
+            ni, t0, length = self.span_of(0, span_ends, tokens)
+        else:
+            ni, t0, length = self.span_of(n, None, tokens)
         A = F32(0.0) if const_expr(A_log is None) else A_log[hv].to(F32)
         bias = F32(0.0) if const_expr(dt_bias is None) else dt_bias[hv].to(F32)
         # k of lanes whose g is even, q of the others: one address, known but for where the request's tokens are
@@ -195,124 +201,151 @@ class WYQuads(decode.Decode):
         )
         # Loads do not move across this; without it the compiler sinks them below the branch.
         cute.arch.sync_warp()
-        if const_expr(self.intermediate == "slots"):
-            slot = self.start_of_row(row, first, n, slot_index, columns)
-        live, writes = self.named(slot, write_slot, slots, null_index)
-        at = Int32(-1)
-        keeps = live
-        if const_expr(self.intermediate == "indexed"):
-            at = slot_index[n]
-            keeps = at >= 0 and at < rows and at != null_index
-        # a request without tokens: what is read for it below is another's, and its final state alone is written
-        empty = const_expr(self.ragged and self.update)
-        if const_expr(self.ragged and not self.update):
-            live = live and length > 0
-        if live:
-            rs = fr.registers(self.K // QUAD, self.state_dtype)
-            self.read_row(state[Int64(slot), hv, row0, None], rs, part, c, self.runs)
-            # loads do not move across this either: the state is what all wait for
-            cute.arch.sync_warp()
-            self.await_producer("state")
-            # Lanes of tokens that are none read the last one's: a branch here would wait for what it reads.
-            mine = cutlass.min(t0 + cutlass.min(c, length - 1), tokens - 1)
-            yours = cutlass.min(t0 + cutlass.min(g >> 1, length - 1), tokens - 1)
-            if const_expr(empty):
-                mine, yours = cutlass.max(mine, 0), cutlass.max(yours, 0)
-            width = const_expr(k.element_type.width // 8)
-            place = (
-                base + (request * Int64(ni) + stride * Int64(yours) + Int64(hq) * self.K) * width
-            )
-            rx = fr.registers(self.K // QUAD, k.element_type)
-            self.read_row(self.row_at(place, k.element_type), rx, part, c, self.runs)
-            ra = a[ni, mine, hv]
-            rb = b[ni, mine, hv]
-            rv = v[ni, mine, hv, row0]
-            rk = fr.registers(self.each * VEC, k.element_type)
-            if const_expr(len(self.twos) > 0):
-                self.read_row(k[ni, mine, hq, None], rk, part, g >> 1, self.each)
-            if const_expr(self.parts > 1):
-                # before any warp of a row writes, all have asked for it: a state may go back to where it came from
-                cute.arch.sync_threads()
-            else:
+        # Always, and so below: ptxas moves what is not behind a branch before loads, and waits there for what an earlier load gives.
+        if tokens > 0:
+            if const_expr(self.intermediate == "slots"):
+                slot = self.start_of_row(row, first, n, slot_index, columns)
+            live, writes = self.named(slot, write_slot, slots, null_index)
+            at = Int32(-1)
+            keeps = live
+            if const_expr(self.intermediate == "indexed"):
+                at = slot_index[n]
+                keeps = at >= 0 and at < rows and at != null_index
+            # a request without tokens: what is read for it below is another's, and its final state alone is written
+            empty = const_expr(self.ragged and self.update)
+            if const_expr(self.ragged and not self.update):
+                live = live and length > 0
+            if live:
+                rs = fr.registers(self.K // QUAD, self.state_dtype)
+                self.read_row(state[Int64(slot), hv, row0, None], rs, part, c, self.runs)
+                # loads do not move across this either: the state is what all wait for
                 cute.arch.sync_warp()
-            # Always: ptxas moves what is not behind a branch before loads, and waits for the first of them.
-            if tokens > 0:
-                if const_expr(empty):
-                    for x in (rx, rk):
-                        words = cute.recast_tensor(x, Int32)
-                        for i in cutlass.range_constexpr(cute.size(words)):
-                            words[i] = cutlass.select_(length > 0, words[i], Int32(0))
-                decay = gates.decay(
-                    self.gate, ra.to(F32), A, bias, softplus_beta, softplus_threshold, lower_bound
-                )
-                beta = self.beta_of(rb, beta_scale)
-                token = c < length
-                decay = cutlass.select_(token, decay, F32(1.0))
-                beta = cutlass.select_(token, beta, F32(0.0))
-                value = cutlass.select_(token, rv.to(F32), F32(0.0))
-                D, span, later, upto = self.spans(decay, c)
-                sk, sq, xk, xq = self.sums(rs, rx)
-                own = 2 * QUAD * c + c
-                iq, ik = self.norms(
-                    fr.at_lane(xq, own + QUAD), fr.at_lane(xk, own), scale, use_qk_l2norm
-                )
-                # x: u_t over the norm of k_t, which its key is then taken with as it came
-                start = value * (beta * ik)
-                factor = beta * ik * ik
-                total = sk * D
-                y = sq * D
-                for i in cutlass.range_constexpr(T):
-                    kk = fr.at_lane(xk, 2 * QUAD * i + c) * span[i]
-                    kq = fr.at_lane(xq, 2 * QUAD * i + c) * span[i]
-                    x = fr.at_lane(start - total * factor, wl - c + i)
-                    total += x * cutlass.select_(c > i, kk, F32(0.0))
-                    y += x * cutlass.select_(c >= i, kq, F32(0.0))
-                x = start - total * factor
-                if token and part == 0:
-                    output[ni, mine, hv, row0] = (y * iq).to(output.element_type)
-                # of B's column g, one of two keys that are a word
-                selector = cutlass.select_(odd, Int32(0x3232), Int32(0x1010))
-                for p in cutlass.range_constexpr(len(self.twos)):
-                    kept = const_expr(self.twos[p])
-                    s0, s1 = const_expr(kept[0]), const_expr(kept[-1])
-                    w = self.terms(x, later[s0], later[s1])
-                    for r in cutlass.range_constexpr(self.each):
-                        out = fr.registers(2 * VEC, BF)
-                        self.two_states(w, rs, rk, upto[s0], upto[s1], r, selector, out)
-                        run = self.run_of(part, r) * QUAD + c
-                        for e in cutlass.range_constexpr(len(kept)):
-                            t = const_expr(kept[e])
-                            piece = cute.make_tensor(
-                                out.iterator + e * VEC, cute.make_layout((VEC,))
-                            )
-                            self.keep(
-                                state, intermediate, piece, t, length, row, at, keeps, n, hv, row0, run, slots, columns, steps,
-                                null_index,
-                            )  # fmt: skip
-                            if const_expr(self.update and t == T - 1):
-                                if writes:
-                                    to = state[Int64(write_slot), hv, row0, None]
-                                    cute.autovec_copy(piece, cute.local_tile(to, (VEC,), (run,)))
-        else:
-            self.await_producer("state")
-            self.zero_rows(output, ni, t0, length, hv, vt * self.tile_v, tid)
+                self.await_producer("state")
+                # always: it is 0 or 1
+                if use_qk_l2norm != -2147483648:
+                    # Lanes of tokens that are none read the last one's: a branch here would wait for what it reads.
+                    mine = cutlass.min(t0 + cutlass.min(c, length - 1), tokens - 1)
+                    yours = cutlass.min(t0 + cutlass.min(g >> 1, length - 1), tokens - 1)
+                    if const_expr(empty):
+                        mine, yours = cutlass.max(mine, 0), cutlass.max(yours, 0)
+                    width = const_expr(k.element_type.width // 8)
+                    place = (
+                        base
+                        + (request * Int64(ni) + stride * Int64(yours) + Int64(hq) * self.K) * width
+                    )
+                    rx = fr.registers(self.K // QUAD, k.element_type)
+                    self.read_row(self.row_at(place, k.element_type), rx, part, c, self.runs)
+                    ra = a[ni, mine, hv]
+                    rb = b[ni, mine, hv]
+                    rv = v[ni, mine, hv, row0]
+                    rk = fr.registers(self.each * VEC, k.element_type)
+                    if const_expr(len(self.twos) > 0):
+                        self.read_row(k[ni, mine, hq, None], rk, part, g >> 1, self.each)
+                    if const_expr(self.parts > 1):
+                        # before any warp of a row writes, all have asked for it: a state may go back to where it came from
+                        cute.arch.sync_threads()
+                    else:
+                        cute.arch.sync_warp()
+                    # always
+                    if slots > 0:
+                        if const_expr(empty):
+                            for x in (rx, rk):
+                                words = cute.recast_tensor(x, Int32)
+                                for i in cutlass.range_constexpr(cute.size(words)):
+                                    words[i] = cutlass.select_(length > 0, words[i], Int32(0))
+                        decay = gates.decay(
+                            self.gate,
+                            ra.to(F32),
+                            A,
+                            bias,
+                            softplus_beta,
+                            softplus_threshold,
+                            lower_bound,
+                        )
+                        beta = self.beta_of(rb, beta_scale)
+                        token = c < length
+                        decay = cutlass.select_(token, decay, F32(1.0))
+                        beta = cutlass.select_(token, beta, F32(0.0))
+                        value = cutlass.select_(token, rv.to(F32), F32(0.0))
+                        D, span, later, upto = self.spans(decay, c)
+                        sk, sq, xk, xq = self.sums(rs, rx)
+                        own = 2 * QUAD * c + c
+                        iq, ik = self.norms(
+                            fr.at_lane(xq, own + QUAD), fr.at_lane(xk, own), scale, use_qk_l2norm
+                        )
+                        # x: u_t over the norm of k_t, which its key is then taken with as it came
+                        start = value * (beta * ik)
+                        factor = beta * ik * ik
+                        total = sk * D
+                        y = sq * D
+                        for i in cutlass.range_constexpr(T):
+                            kk = fr.at_lane(xk, 2 * QUAD * i + c) * span[i]
+                            kq = fr.at_lane(xq, 2 * QUAD * i + c) * span[i]
+                            x = fr.at_lane(start - total * factor, wl - c + i)
+                            if const_expr(i < T - 1):
+                                total += x * cutlass.select_(c > i, kk, F32(0.0))
+                            y += x * cutlass.select_(c >= i, kq, F32(0.0))
+                        x = start - total * factor
+                        if token and part == 0:
+                            output[ni, mine, hv, row0] = (y * iq).to(output.element_type)
+                        # of B's column g, one of two keys that are a word
+                        selector = cutlass.select_(odd, Int32(0x3232), Int32(0x1010))
+                        for p in cutlass.range_constexpr(len(self.twos)):
+                            kept = const_expr(self.twos[p])
+                            s0, s1 = const_expr(kept[0]), const_expr(kept[-1])
+                            w = self.terms(x, later[s0], later[s1])
+                            places = [
+                                self.kept_at(
+                                    t, length, row, at, keeps, n, slots, columns, steps, null_index
+                                )
+                                for t in kept
+                            ]
+                            for r in cutlass.range_constexpr(self.each):
+                                out = fr.registers(2 * VEC, BF)
+                                self.two_states(w, rs, rk, upto[s0], upto[s1], r, selector, out)
+                                run = self.run_of(part, r) * QUAD + c
+                                for e in cutlass.range_constexpr(len(kept)):
+                                    piece = cute.make_tensor(
+                                        out.iterator + e * VEC, cute.make_layout((VEC,))
+                                    )
+                                    to, ok = places[e]
+                                    if const_expr(self.intermediate != "none"):
+                                        if ok:
+                                            line = self.line(
+                                                state, intermediate, to, kept[e], hv, row0
+                                            )
+                                            cute.autovec_copy(
+                                                piece, cute.local_tile(line, (VEC,), (run,))
+                                            )
+                                    if const_expr(self.update and kept[e] == T - 1):
+                                        if writes:
+                                            line = state[Int64(write_slot), hv, row0, None]
+                                            cute.autovec_copy(
+                                                piece, cute.local_tile(line, (VEC,), (run,))
+                                            )
+            else:
+                self.await_producer("state")
+                self.zero_rows(output, ni, t0, length, hv, vt * self.tile_v, tid)
 
     @cute.jit
-    def keep(
-        self, state, intermediate, piece, t: cutlass.Constexpr, length, row, at, keeps, n, hv, row0, run, slots, columns, steps,
-        null_index,
-    ):  # fmt: skip
-        """Writes a lane's keys of the state after token t to its place among the intermediate states."""
+    def kept_at(
+        self, t: cutlass.Constexpr, length, row, at, keeps, n, slots, columns, steps, null_index
+    ):
+        """The slot, or the row of `intermediate`, of the state after token t, and whether it has one."""
+        to, ok = n, keeps
         if const_expr(self.intermediate == "slots"):
             to = self.of_row(row, Int32(t))
-            if t < columns and t < length and to >= 0 and to < slots and to != null_index:
-                line = state[Int64(to), hv, row0, None]
-                cute.autovec_copy(piece, cute.local_tile(line, (VEC,), (run,)))
+            ok = t < columns and t < length and to >= 0 and to < slots and to != null_index
         elif const_expr(self.intermediate != "none"):
-            which = Int64(at) if const_expr(self.intermediate == "indexed") else Int64(n)
-            if keeps and t < steps and t < length:
-                line = intermediate[which, Int64(t), hv, row0, None]
-                cute.autovec_copy(piece, cute.local_tile(line, (VEC,), (run,)))
+            to = at if const_expr(self.intermediate == "indexed") else n
+            ok = keeps and t < steps and t < length
+        return to, ok
+
+    def line(self, state, intermediate, to, t: int, hv, row0):
+        """A row's keys of the state after token t."""
+        if self.intermediate == "slots":
+            return state[Int64(to), hv, row0, None]
+        return intermediate[Int64(to), Int64(t), hv, row0, None]
 
 
 def compile(facts: dict, knobs: dict, options: str, prefix: str):
