@@ -30,10 +30,12 @@ APART = {"apart": "ours, apart"}
 # make today, and in a chain of layers.
 ALONE, AS_CALLED = "bench-peers.jsonl.xz", "bench-peers.as-called.jsonl.xz"
 CHAIN = "bench-chain.jsonl.xz"
-# A layer's step and drafts behind a ring, each in both policies.
+# A layer's step and drafts behind a ring, each in both policies; KDA's step again by a later sweep.
 STEPS = {
     "bench-layer.jsonl.xz": "in a chain of layers",
+    "bench-layer.kda.jsonl.xz": "KDA again, in a chain of layers",
     "bench-layer.cold.jsonl.xz": "alone, cold L2",
+    "bench-layer.kda.cold.jsonl.xz": "KDA again, alone, cold L2",
 }
 RINGS = {
     "bench-ring.jsonl.xz": "alone, cold L2",
