@@ -7,6 +7,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Every install passes the constraints: without them pip may take another build of torch. Bytecode of all
 # packages is a minute's work; the first import compiles what is used.
 INSTALL := $(PIP) install --no-compile -c constraints.txt
+# So it is kept whatever is set here: without it hundreds of processes of the tests compiled torch anew, 3 s each.
+unexport PYTHONDONTWRITEBYTECODE
 # Processes that share the tests: one a core and one more, since many tests wait for processes of theirs; at most four.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 CHANGES := pyproject.toml constraints.txt

@@ -85,3 +85,15 @@ def test_researcher(walk, tmp_path):
     walk("gdntune", "report", folder, "--out", "rows.csv")
     assert walk("python", WALKS / "researcher.py", "rows.csv", "plot.svg").endswith("plot.svg\n")
     assert "<svg" in (tmp_path / "plot.svg").read_text()
+
+
+def test_make_keeps_bytecode():
+    """Fault: packages are installed without bytecode, and where PYTHONDONTWRITEBYTECODE was set nobody
+    wrote any: each process of `make test` compiled torch's sources anew, 3 s of CPU time.
+    """
+    said = subprocess.run(
+        ["make", "-s", "-C", str(ROOT), "--eval=shown: ; @env", "shown"],
+        capture_output=True, text=True, check=True,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "SEEN": "yes"},
+    ).stdout.splitlines()  # fmt: skip
+    assert "SEEN=yes" in said and not any(x.startswith("PYTHONDONTWRITEBYTECODE=") for x in said)
