@@ -13,6 +13,7 @@ from gdntune.report import figures, maps, peers
 from gdntune.report.figures import Band, Line
 from gdntune.report.maps import Kind, Tile
 from gdntune.report.words import (
+    SHARE_MARKS,
     bound_mark,
     cell_words,
     geometric_mean,
@@ -91,13 +92,6 @@ def panel(
 
 # -- pictures
 
-# What the marks behind a share stand for, beside the map: 106% of a peak asks for a reason.
-_MARKS = {
-    "c": "c: L2-assisted. Part of the state may have stayed in the cache, so a share can be above"
-    " 100; it says little of the DRAM.",
-    "l": "l: latency-bound. Fixed costs of the launch decide, not the DRAM.",
-}
-
 
 class _Maps:
     """What the maps of a section share: the chosen rows by their places, and those in between."""
@@ -170,7 +164,7 @@ def _maps(chart: _Maps, rivals: "pd.DataFrame", baseline: Baseline | None) -> It
         "share",
         lambda c: c["sol"],
         lambda c, v: f"{100 * v:.0f}{bound_mark(c['bound']).rstrip()}",
-        _MARKS,
+        SHARE_MARKS,
     )
 
     def over(name: str, values: Callable[[Any], float], blue: str) -> Iterable[Picture]:

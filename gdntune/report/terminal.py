@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from gdntune.report.document import Bullets, Code, Document, Grid, Text
+from gdntune.report.words import SHARE_MARKS
 
 # From a share of the peak on: a streaming kernel reaches 0.9 of it on an H100.
 SHADES = ((0.85, "green"), (0.7, "yellow"), (0.5, "dark_orange"), (0.0, "red"))
@@ -55,12 +56,24 @@ def print_document(
                 console.print(table, crop=False)
                 console.width = width
                 console.print()
+    shown = [s for s in document.sections if details or not s.detail]
+    shares = [g for s in shown for g in s.blocks if isinstance(g, Grid) and g.shades]
+    for words in _marks(shares):
+        console.print(_plain(words))
     coloured = console.color_system is not None and not console.no_color
     if coloured and any(
         g.shades for s in document.sections for g in s.blocks if isinstance(g, Grid)
     ):
         console.print()
         console.print(_legend())
+
+
+def _marks(shares: Sequence[Grid]) -> list[str]:
+    """What the letters behind shares mean, of those that are there."""
+    cells = [cell for grid in shares for row in grid.rows for cell in row]
+    return [
+        words for mark, words in SHARE_MARKS.items() if any(x.endswith(f" {mark}") for x in cells)
+    ]
 
 
 def _plain(text: str) -> Styled:

@@ -100,6 +100,14 @@ def ratio(value: float) -> str:
     return MISSING if math.isnan(value) else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
+# What the marks behind a share stand for: 106% of a peak asks for a reason.
+SHARE_MARKS = {
+    "c": "c: L2-assisted. Part of the state may have stayed in the cache, so a share can be above"
+    " 100; it says little of the DRAM.",
+    "l": "l: latency-bound. Fixed costs of the launch decide, not the DRAM.",
+}
+
+
 def bound_mark(bound: str) -> str:
     """What stands after a share: ` l` where fixed costs decide, ` c` where the cache may have
     helped.

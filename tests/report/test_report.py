@@ -236,6 +236,8 @@ def test_times_beyond_the_dram_are_labelled():
     assert chosen["sol"] > 1
     assert chosen["bound"] == "L2-assisted"
     assert f"{100 * chosen['sol']:.1f} c" in made.markdown()
+    # Fault: the terminal, where no page explains it, did not say what the letter stands for.
+    assert "c: L2-assisted." in terminal(made) and "l: latency-bound." not in terminal(made)
 
 
 def test_the_default_rule_is_compared():
