@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdntune.report.peers import PREFIX, label, slower
 from gdntune.report.published_figures import (
+    AGAIN,
     ALONE,
     APART,
     AS_CALLED,
@@ -74,19 +75,26 @@ def sentences(results: Path) -> dict[str, Callable[[], str]]:
 
 def behind(results: Path) -> Iterator[Behind]:
     """The cells of all published benches at which a library is faster than ours by the whole
-    interval of the ratio and beyond a tie.
+    interval of the ratio and beyond a tie. Of a cell that was timed again, by the later bench.
     """
     for name, where in WHERE.items():
+        later = benches(results, AGAIN[name]) if name in AGAIN else {}
         for gpu, bench in benches(results, name).items():
-            yield from _behind(gpu, where, bench)
+            again = _places(later[gpu]) if gpu in later else set()
+            yield from _behind(gpu, where, bench, again)
 
 
-def _behind(gpu: str, where: str, bench: Bench) -> Iterator[Behind]:
+def _places(bench: Bench) -> set[tuple[str, int]]:
+    """The contracts of a bench in words, each with its HV."""
+    return {_place(row) for _, row in bench.rows[bench.rows["chosen"]].iterrows()}
+
+
+def _behind(gpu: str, where: str, bench: Bench, again: set[tuple[str, int]]) -> Iterator[Behind]:
     for kernel, found in slower(bench.rows, bench.records).items():
         peer = kernel.removeprefix(PREFIX)
         both = [_place(row) for _, row in bench.of(peer).iterrows()]
         groups: dict[tuple[str, int], list[Any]] = {}
-        for row in found:
+        for row in (row for row in found if _place(row) not in again):
             groups.setdefault(_place(row), []).append(row)
         for (contract, HV), rows in groups.items():
             of = sorted(rows, key=lambda row: int(row["B"]))
@@ -153,7 +161,7 @@ def behind_short(found: Sequence[Behind]) -> str:
     for one in sorted(found, key=lambda one: one.gpu != HEADLINE):
         if one.peer.split()[0] not in APART:
             words = re.sub(r",? T=\d+", "", one.contract)
-            words += "" if one.where in _USUAL else f", {one.where}"
+            words += "" if one.where in _USUAL else ", " + _policy(one.where)
             who = f"{_named(one.peer)}, {one.gpu}"
             lines.setdefault(who, {}).setdefault(words, []).append(one)
     said = [
@@ -161,6 +169,11 @@ def behind_short(found: Sequence[Behind]) -> str:
         for who, kinds in lines.items()
     ]
     return "\n".join(said) or f"- {NOWHERE}"
+
+
+def _policy(where: str) -> str:
+    """Of a layer's step the policy alone: its contract says the rest."""
+    return where.removeprefix("a layer's step, ").removesuffix(", KDA again")
 
 
 def _short(kind: tuple[str, list[Behind]]) -> str:

@@ -190,7 +190,7 @@ def test_where_others_are_ahead_in_words(tmp_path):
     """
     found = published(tmp_path, "0.33.0", vllm=0.8, apart=0.9, fla=1.1)
     (one, *_), apart = (
-        [x for x in published_behind._behind("H200", "in a chain of layers", found) if x.peer.startswith(peer)]
+        [x for x in published_behind._behind("H200", "in a chain of layers", found, set()) if x.peer.startswith(peer)]
         for peer in ("vllm", "apart")
     )  # fmt: skip
     assert (one.contract, one.cells, len(one.rows)) == ("GDN T=1 bf16", 1, 1)
