@@ -328,8 +328,9 @@ _ONE = (
     _Form(128, 8, ahead=2, copied=True),
     _Form(128, 2, ahead=4, copied=True, registers=64),
 )
-# Not measured yet, for few heads: rows that are sent, KDA's decays once a block, with rows in
-# registers too, and copies behind the window.
+# For few heads: rows that are sent, KDA's decays once a block, with rows in registers too, and
+# copies behind the window. Of KDA decays once a block win at B=1; the others are within 3% there,
+# and ahead by one where L2 was emptied (H200, 2026-11-30; docs/measured.md).
 _SENT = (
     _Form(256, 4, ahead=2, sent=True),
     _Form(256, 4, ahead=2, sent=True, stores="first"),
@@ -342,8 +343,8 @@ _SENT = (
     _Form(128, 4, 32, once=True, stores="first"),
     _Form(256, 4, ahead=2, copied=True, once=True, window_first=True),
 )
-# Not measured yet: warps that convolve before they ask for their rows, in blocks that have a whole
-# head's rows on their way at once.
+# Warps that convolve before they ask for their rows, in blocks that have a whole head's rows on
+# their way at once: the best of KDA at B=4 (the same sweeps), two chunks by 256 threads.
 _APART = (
     _Form(512, 4, apart=True),
     _Form(512, 4, stores="first", apart=True),

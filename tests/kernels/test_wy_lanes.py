@@ -6,7 +6,7 @@ import pytest
 
 from gdntune import kernels
 from gdntune.device import arch
-from gdntune.kernels import wy_lanes_config
+from gdntune.kernels import wy_lanes_config, wy_quads_config
 from gdntune.objects.build import SPILL_LIMIT_BYTES, compile_objects
 from gdntune.objects.store import Store, object_spec
 from gdntune.problem import Contract
@@ -38,18 +38,19 @@ def test_it_refuses_with_a_reason(fields, knobs, reason):
     assert reason in (wy_lanes_config.refuse(Contract(**{"tokens": 2, **fields}), setting) or "")
 
 
+@pytest.mark.parametrize(("config", "least"), [(wy_lanes_config, 12), (wy_quads_config, 6)])
 @pytest.mark.parametrize("tokens", [2, 3, 4])
-def test_all_that_it_tries_is_legal(tokens):
-    """Its space has settings, each legal, and its default is one of them; no default rule of the
-    registry is changed by it.
+def test_all_that_they_try_is_legal(tokens, config, least):
+    """A space has settings, each legal, and the default is one of them; no default rule of the
+    registry is changed by it. So it is with `wy_quads`.
     """
     device = arch.target("sm_90a")
     contract = Contract(tokens=tokens)
-    space = wy_lanes_config.space(contract, device)
-    assert len(space) >= 12
-    assert all(wy_lanes_config.refuse(contract, s) is None for s in space)
-    assert wy_lanes_config.default(contract, 16, device) in space
-    assert kernels.default(contract, 16, device).kernel != "wy_lanes"
+    space = config.space(contract, device)
+    assert len(space) >= least
+    assert all(config.refuse(contract, s) is None for s in space)
+    assert config.default(contract, 16, device) in space
+    assert kernels.default(contract, 16, device).kernel != config.KERNEL.name
 
 
 def test_it_compiles_without_spills(tmp_path):
