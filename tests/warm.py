@@ -137,11 +137,9 @@ def main(place: str) -> None:
                 if key.fd == tests:
                     return
                 if key.fd == server.fileno():
-                    pidfd, made = _serve(
-                        server, [server.fileno(), tests, selector.fileno()], running
-                    )
-                    running[pidfd] = made
-                    selector.register(pidfd, selectors.EVENT_READ)
+                    if made := _serve(server, [server.fileno(), tests, selector.fileno()], running):
+                        running[made[0]] = made[1]
+                        selector.register(made[0], selectors.EVENT_READ)
                     continue
                 selector.unregister(key.fd)
                 pid, connection = running.pop(key.fd)
@@ -275,7 +273,10 @@ def _connected() -> socket.socket:
                 assert _STARTED[-1].poll() is None, log.read_text()
                 assert time.monotonic() < until, "the server of warm processes does not start"
                 time.sleep(0.01)
-    found.connect(place)
+    try:
+        found.connect(place)
+    except ConnectionRefusedError as e:
+        raise AssertionError(f"the server is gone: {Path(f'{place}.log').read_text()}") from e
     return found
 
 
