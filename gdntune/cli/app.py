@@ -339,14 +339,14 @@ def _written(folder: Path) -> tuple["Report", list[str], list[str]]:
 
 
 def _print_use(table: "Table", folder: Path) -> None:
-    """Prints how a sweep's table is put to use; of one with noisy cells, why it should not be."""
+    """Prints how a sweep's table is put to use; of one with noisy cells, what to do before."""
     from gdntune.cli.doctor import put_to_use
     from gdntune.results.table import noise_words
 
-    if noise := noise_words(table.evidence):
-        typer.echo(f"The table is marked: {noise}.", err=True)
-    else:
-        typer.echo(f"To use the table, {put_to_use(folder / 'table.json')}.")
+    noise = noise_words(table.evidence)
+    if noise:
+        typer.echo(f"The table is marked as noisy: {noise}.", err=True)
+    typer.echo(f"To use the table{noise and ' as it is'}, {put_to_use(folder / 'table.json')}.")
 
 
 def _print_summary(made: "Report", notes: list[str], folder: Path, files: list[str]) -> None:
@@ -355,6 +355,8 @@ def _print_summary(made: "Report", notes: list[str], folder: Path, files: list[s
     for note in notes:
         typer.echo(note)
     typer.echo(f"\n{folder}: {', '.join(files)}")
+    pictures = "; report.html shows it in pictures" * ("report.html" in files)
+    typer.echo(f"report.md explains the tables and the variants' ids{pictures}.")
 
 
 @app.command()

@@ -81,7 +81,7 @@ PartNames = Annotated[
     typer.Option(
         "--part",
         help=(
-            "Only this part of the config, or those of a pattern such as 'verify-*'; may be"
+            "Only this part of the config, or those of a pattern such as `verify-*`; may be"
             " repeated."
         ),
     ),

@@ -9,7 +9,7 @@ from gdntune.cli.common import AsJson, Program, print_hanging, print_json, refus
 from gdntune.errors import ConfigError, UnsupportedProblem
 
 configs = Program()
-config = Program(help="Make a config for a model.", no_args_is_help=True)
+config = Program(help="Show a config, or make one for a model.", no_args_is_help=True)
 
 
 @configs.command("configs")

@@ -42,17 +42,21 @@ def explain(
         typer.Option(help="States as slots x HV x V x K, or slots x HV x K x V."),
     ] = "k_last",
     state_dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"], typer.Option(help="Of the state.")
+        Literal["bf16", "fp16", "fp32"], typer.Option(help="The state's dtype.")
     ] = "bf16",
     input_dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"], typer.Option(help="Of q, k, v and the output.")
+        Literal["bf16", "fp16", "fp32"], typer.Option(help="The dtype of q, k, v and the output.")
     ] = "bf16",
     gate: Annotated[
         Literal["raw", "log", "softplus", "lower_bound"] | None,
-        typer.Option(help="By default the op's first."),
+        typer.Option(
+            help="How the decay is given; by default raw (GDN) or softplus (KDA); log: the log"
+            " decay itself."
+        ),
     ] = None,
     beta: Annotated[
-        Literal["logit", "given"], typer.Option(help="Whether a sigmoid is applied.")
+        Literal["logit", "given"],
+        typer.Option(help="logit: a sigmoid is applied to beta; given: it is not."),
     ] = "logit",
     mode: Annotated[
         Literal["update", "frozen"], typer.Option(help="Whether the final state is written.")
@@ -70,7 +74,7 @@ def explain(
     ragged: Annotated[bool, typer.Option("--ragged", help="Packed rows with cu_seqlens.")] = False,
     norm: Annotated[
         Literal["none", "silu", "sigmoid"],
-        typer.Option(help="The gated norm behind, in the same launch."),
+        typer.Option(help="The gated RMSNorm behind, in the same launch."),
     ] = "none",
     conv: Annotated[
         Literal["none", "identity", "silu"],
@@ -79,7 +83,9 @@ def explain(
     table_path: Annotated[
         Path | None, typer.Option("--table", help="Ask this table instead of the one in use.")
     ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Whose table.")] = "auto",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="The device whose table is asked.")
+    ] = "auto",
     index: Index = 0,
     as_json: AsJson = False,
 ) -> None:

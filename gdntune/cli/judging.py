@@ -41,13 +41,13 @@ def replay(
         list[str] | None,
         typer.Option(
             "--without-variants",
-            help="A pattern such as '*.tv8.*'; what fits counts as never timed. May be repeated.",
+            help="A pattern such as `*.tv8.*`; what fits counts as never timed. May be repeated.",
         ),
     ] = None,
     without_contracts: Annotated[
         list[str] | None,
         typer.Option(
-            help="A pattern of contracts' names, such as '*.tokens=6*', that get no rule: the"
+            help="A pattern of contracts' names, such as `*.tokens=6*`, that get no rule: the"
             " nearest one's serves them. May be repeated.",
         ),
     ] = None,

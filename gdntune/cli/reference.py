@@ -1,8 +1,9 @@
-"""docs/reference.md, from the code: commands, config keys, environment.
+"""docs/reference.md, from the code: commands, config keys, kernels and knobs, environment.
 
 python -m gdntune.cli.reference > docs/reference.md
 """
 
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -105,7 +106,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
 
 def page() -> str:
     """The whole page, as Markdown."""
-    text = "\n".join([HEAD, *_commands(), *_config(), *_environment()])
+    text = "\n".join([HEAD, *_commands(), *_config(), *_kernels(), *_environment()])
     return re.sub(r"\n{3,}", "\n\n", text) + "\n"
 
 
@@ -154,7 +155,10 @@ def _config() -> Iterator[str]:
         zip(KEYS, (Config, Model, ContractPart, Policy, Search), strict=True)
     )
     yield "## Config keys\n"
-    yield "A wrong key or value is refused with its place and what is expected.\n"
+    yield (
+        "A wrong key or value is refused; the message says where (`$` is the whole file) and what"
+        " is expected.\n"
+    )
     for title, texts in KEYS.items():
         fields = {f.name: f for f in msgspec.structs.fields(structs[title])}
         # A key without a line, or a line of a key that is gone, stops the page and its test.
@@ -187,6 +191,29 @@ def _words(annotation: Any) -> list[str]:
 def _values(field: Any) -> str:
     words = _words(field.type)
     return f"; one of {', '.join(words)}" if words else ""
+
+
+def _kernels() -> Iterator[str]:
+    from gdntune.kernels import KERNELS
+
+    yield "## Kernels and knobs\n"
+    yield (
+        "What `kernels` of a config names, and what a variant's id says: the kernel, then a tag and"
+        " a value for each knob that is not at its default (a tag alone where the value is true).\n"
+    )
+    # Kernels of one knobs dataclass share a table.
+    sharing: dict[type, list[str]] = {}
+    for kernel in KERNELS.values():
+        about = f"`{kernel.name}` ({kernel.device}{', floor' * (kernel.role == 'floor')})"
+        sharing.setdefault(kernel.knobs, []).append(about)
+    for knobs, names in sharing.items():
+        yield f"### {', '.join(names)}\n"
+        yield "| knob | tag | default | meaning |\n| --- | --- | --- | --- |"
+        for field in dataclasses.fields(knobs):
+            default = "" if field.default is dataclasses.MISSING else str(field.default).lower()
+            meaning = field.metadata["doc"].replace("|", "\\|")
+            yield f"| `{field.name}` | `{field.metadata['tag']}` | {default} | {meaning} |"
+        yield ""
 
 
 def _environment() -> Iterator[str]:

@@ -16,7 +16,9 @@ from gdntune.cli.common import (
 )
 from gdntune.errors import counted
 
-tables = Program(help="Look at dispatch tables.", no_args_is_help=True)
+tables = Program(
+    help="Show, check, compare, merge, install and export dispatch tables.", no_args_is_help=True
+)
 
 
 @tables.command("show")

@@ -2,6 +2,7 @@
 which command.
 """
 
+import dataclasses
 import re
 import shlex
 from collections import Counter
@@ -9,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from gdntune.device import arch
+from gdntune.kernels import KERNELS
 from gdntune.report import peers
 from gdntune.report.document import Block, Bullets, Code, Grid, Text
-from gdntune.results.records import Run, made_by
+from gdntune.results.records import Run, Trial, made_by
 from gdntune.results.samples import LoadedRun
 
 if TYPE_CHECKING:
@@ -67,14 +69,15 @@ def reading(sources: Sequence[LoadedRun], chosen: "pd.DataFrame") -> Iterator[Bl
         " 32 ns are a tie."
     )
     lines.append(
-        "Share of the peak: bytes that must move (the state read, and written where it is kept; q,"
-        " k, v, gates, output once) over time, over the DRAM's peak. Marked `l`: latency-bound,"
-        " fixed costs decide. Marked `c`: L2-assisted, writes may stay in the cache, so more than"
-        " 100% can be true."
+        "Share of the DRAM's peak bandwidth: bytes that must move (the state read, and written"
+        " where it is kept; q, k, v, gates, output once) over time, over that peak. Marked `l`:"
+        " latency-bound, fixed costs decide. Marked `c`: L2-assisted, writes may stay in the cache,"
+        " so more than 100% can be true."
     )
     lines.append(
         "Each variant agreed with an fp64 reference before it was timed. B is the batch, T the"
-        " tokens of a call, HV the value heads."
+        " tokens of a call, H the q/k heads, HV the value heads, K and V the head sizes; work units"
+        " are B x HV. Mode `update` writes the final state, `frozen` does not."
     )
     if any(peers.is_theirs(r) for s in sources for r in s.records):
         lines.append(peers.READING)
@@ -86,6 +89,34 @@ def reading(sources: Sequence[LoadedRun], chosen: "pd.DataFrame") -> Iterator[Bl
             + "."
         )
     yield Bullets(tuple(lines))
+
+
+def knobs(sources: Sequence[LoadedRun], chosen: "pd.DataFrame") -> Iterator[Block]:
+    """What the parts of the choices' ids mean: of each kernel that is installed, the knobs that the
+    ids name.
+    """
+    ids, named = set(chosen["variant"]), dict[str, set[str]]()
+    for variant in {
+        r.variant
+        for s in sources
+        for r in s.records
+        if isinstance(r, Trial) and r.variant.id in ids and r.variant.kernel in KERNELS
+    }:
+        defaults = {f.name: f.default for f in dataclasses.fields(KERNELS[variant.kernel].knobs)}
+        said = {n for n, x in variant.knobs.items() if n in defaults and x != defaults[n]}
+        named.setdefault(variant.kernel, set()).update(said)
+    lines = [
+        f"`{kernel}`, `{f.metadata['tag']}` ({f.name}): {f.metadata['doc']}"
+        for kernel in sorted(named)
+        for f in dataclasses.fields(KERNELS[kernel].knobs)
+        if f.name in named[kernel]
+    ]
+    if lines:
+        yield Text(
+            "An id is the kernel's name, then a tag and a value for each knob that is not at its"
+            " default (a tag alone where the value is true):"
+        )
+        yield Bullets(tuple(lines))
 
 
 def environment(source: LoadedRun) -> Iterator[Block]:

@@ -13,7 +13,7 @@ from gdntune.kernels.spec import FLOORS
 from gdntune.problem import Contract
 from gdntune.report import peers, workload
 from gdntune.report.document import Block, Bullets, Document, Grid, Section, Text
-from gdntune.report.reading import environment, reading, reproduce
+from gdntune.report.reading import environment, knobs, reading, reproduce
 from gdntune.report.rows import Letters, bases, of_contract, of_run
 from gdntune.report.summary import failures, summary
 from gdntune.report.words import (
@@ -90,6 +90,7 @@ def document(
     sections += _differences(sources, chosen, letters)
     sections += more
     sections.append(Section("How to read the tables", tuple(reading(sources, chosen)), detail=True))
+    sections.append(Section("What variants' ids say", tuple(knobs(sources, chosen)), detail=True))
     for source in sources:
         title = f"Environment of {source.name}" if len(sources) > 1 else "Environment"
         sections.append(Section(title, tuple(environment(source)), detail=True))

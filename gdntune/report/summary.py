@@ -100,38 +100,38 @@ def _ratio_lines(mine: "pd.DataFrame") -> Iterator[str]:
         worst = over.loc[over["over_floor"].idxmax()]
         which = " or ".join(sorted(set(over["floor"]), key=FLOORS.index))
         yield (
-            f"Time over the floor (a kernel that only moves the same state bytes, {which}, same"
-            f" run): {geometric_mean(over['over_floor']):.3f} in the geometric mean,"
-            f" {worst['over_floor']:.3f} at worst ({cell_words(worst)})."
+            f"Time over the floor's (the floor is a kernel that only moves the same state bytes,"
+            f" {which}, timed in the same run): {geometric_mean(over['over_floor']):.3f} times in"
+            f" the geometric mean, {worst['over_floor']:.3f} times at worst ({cell_words(worst)})."
         )
         by_index = over[over["over_index_floor"].notna() & (over["floor"] != BY_INDEX)]
         if len(by_index):
             yield (
-                f"Over the floor {BY_INDEX}, shuffled:"
-                f" {geometric_mean(by_index['over_index_floor']):.3f} at the {len(by_index)} cells"
-                " whose states are more than L2 holds."
+                f"Over a floor that takes the states {BY_INDEX}, shuffled:"
+                f" {geometric_mean(by_index['over_index_floor']):.3f} times, at the"
+                f" {len(by_index)} cells whose states are more than L2 holds."
             )
         yield (
-            "Over all bytes of the problem at the floor's rate:"
-            f" {geometric_mean(over['over_bytes_floor']):.3f}."
+            "Over the time that all bytes of the problem (inputs and output too) take at the"
+            f" floor's rate: {geometric_mean(over['over_bytes_floor']):.3f} times."
         )
     gain = mine[mine["speedup_over_default"].notna()]
     if len(gain):
         best = gain.loc[gain["speedup_over_default"].idxmax()]
         yield (
-            f"Against the kernels' default rule: {geometric_mean(gain['speedup_over_default']):.3f}"
-            f" times as fast in the geometric mean, {best['speedup_over_default']:.3f} at best"
-            f" ({cell_words(best)})."
+            "Against the kernels' default rule (the variant that is called without a table):"
+            f" {geometric_mean(gain['speedup_over_default']):.3f} times as fast in the geometric"
+            f" mean, {best['speedup_over_default']:.3f} at best ({cell_words(best)})."
         )
     share = mine[mine["sol"].notna()]
     if len(share):
         most = share.loc[share["sol"].idxmax()]
         yield (
-            f"Share of the DRAM's peak: {share['sol'].median():.1%} in the median,"
+            f"Share of the DRAM's peak bandwidth: {share['sol'].median():.1%} in the median,"
             f" {most['sol']:.1%} at most ({cell_words(most)}: {most['bound']})."
         )
     if len(mine):
-        yield f"Samples behind a chosen time: {mine['samples'].min()} at least."
+        yield f"Each chosen time is the median of at least {mine['samples'].min()} samples."
 
 
 def _baseline_lines(mine: "pd.DataFrame", baseline: Baseline | None) -> Iterator[str]:
@@ -240,9 +240,9 @@ def _precision_lines(source: LoadedRun) -> Iterator[str]:
     if found:
         wide = sum("cell's time ended" in stop for _, stop in found)
         yield (
-            f"Rounds went on until the {CONFIDENCE:.0%} intervals of the ratios to the choice were"
-            f" narrow enough, or the cell's time ended, as it did at {wide} of {len(found)} cells:"
-            f" half the widest is {max(x for x, _ in found):.2%}."
+            "Samples were taken until each rival's time over the choice's was known well enough"
+            f" ({CONFIDENCE:.0%} intervals), or the cell's time ran out, as at {wide} of"
+            f" {len(found)} cells. The widest interval is +-{max(x for x, _ in found):.2%}."
         )
 
 
@@ -253,15 +253,15 @@ def _evidence_lines(source: LoadedRun, mine: "pd.DataFrame") -> Iterator[str]:
     fresh = int((mine["stage"] == "evidence").sum())
     if fresh:
         yield (
-            f"{fresh} of {len(mine)} choices are shown by samples that were taken after the choice,"
-            " on tensors of their own."
+            f"The times of {fresh} of {len(mine)} choices were taken anew after the choice, on"
+            " fresh tensors."
         )
     if fresh < len(mine):
-        choices = counted(len(mine) - fresh, "choice is", "choices are")
+        choices = counted(len(mine) - fresh, "choice has", "choices have")
         them = "it" if fresh + 1 == len(mine) else "them"
         yield (
-            f"{choices} shown by the samples that chose {them}, which flatters {them}: a sweep of"
-            " today times each again."
+            f"{choices} the times by which the sweep chose {them}, which flatters {them}; a sweep"
+            " by this version times each choice again."
         )
 
 
@@ -272,8 +272,8 @@ def _noise_lines(source: LoadedRun) -> Iterator[str]:
         yield (
             f"{counted(len(source.noise), 'cell is noisy: its', 'cells are noisy: their')} times"
             f" cannot be believed, and are marked `{NOISE_MARK}` in the tables. The first:"
-            f" {problem.key()}, {reason.removeprefix(NOISY)}. The same command times them again;"
-            " give it on a machine that does nothing else."
+            f" {problem.key()}, {reason.removeprefix(NOISY)}. Give the same command on a"
+            " machine that does nothing else: it times these cells again."
         )
 
 

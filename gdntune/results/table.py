@@ -141,8 +141,8 @@ def noise_words(origin: Origin) -> str:
         return ""
     return (
         f"{count} of its {origin.cells + origin.held_out_cells} cells have times that cannot be"
-        " believed (see their reasons in the journal): the same sweep, given again on a machine"
-        " that does nothing else, times them again"
+        " believed (the journal has the reasons); give the same sweep again on a machine that does"
+        " nothing else, which times these cells again"
     )
 
 

@@ -260,7 +260,11 @@ class Config(Part, frozen=True, forbid_unknown_fields=True):
         names = [part.name for part in self.parts]
         for pattern in patterns:
             if not fnmatch.filter(names, pattern):
-                there = f"its parts are {listed(names)}" if names else "it has no parts"
+                there = (
+                    f"its parts are {listed(names)}"
+                    if names
+                    else "it has no parts: leave out --part"
+                )
                 raise ConfigError(
                     f"{self.name} has no part {pattern!r}{strict.near(pattern, names)}: {there}"
                 )
@@ -426,7 +430,8 @@ def load(path: str | os.PathLike[str]) -> Config:
     except OSError as e:
         there = sorted(p.stem for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.stem, there, n=1)
-        hint = f"; did you mean {path.with_name(close[0] + '.yaml')}?" if close else ""
+        meant = path.with_name(close[0] + ".yaml") if close else path
+        hint = f" (did you mean {meant}?)" if meant != path else ""
         raise ConfigError(
             f"{path}: {e.strerror}{hint}; expected a YAML file such as configs/quickstart.yaml"
         ) from e
@@ -445,6 +450,11 @@ def parse(data: bytes | str, source: str = "<config>") -> Config:
     no legal variant has.
     """
     raw = _plain(data, source)
+    if raw is None:
+        raise ConfigError(
+            f"{source}: it is empty; expected a config, such as `gdntune config show quickstart`"
+            " prints"
+        )
     written = _parts_of(raw)
     for path, part in [("$", raw), *((f"$.parts[{i}]", part) for i, part in enumerate(written))]:
         _check_contracts(part, path, source)

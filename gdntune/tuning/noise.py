@@ -64,4 +64,6 @@ def _spread(samples: Sequence[list[float]], whose: str) -> str:
     spread = best.q3_us - best.q1_us
     if spread <= max(SPREAD * best.median_us, STEPS * CUPTI_STEP_US):
         return ""
-    return f"half of {whose}'s samples are {spread / best.median_us:.0%} apart"
+    return (
+        f"the middle half of {whose}'s samples spans {spread / best.median_us:.0%} of their median"
+    )

@@ -198,6 +198,21 @@ def test_wrong_options(arguments):
     assert run(*arguments).exit_code == 2
 
 
+def test_a_file_that_is_no_config(tmp_path):
+    """Faults: an empty file was called `$`, and of a folder its own name was proposed."""
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert refused(run("sweep", tmp_path / "empty.yaml"), "empty.yaml: it is empty", "config show")
+    (tmp_path / "own.yaml").mkdir()
+    result = run("sweep", tmp_path / "own.yaml")
+    assert refused(result, "own.yaml: Is a directory") and "did you mean" not in result.stderr
+
+
+def test_help_shows_patterns():
+    """Fault: help is Markdown, so the asterisks of a pattern were taken for emphasis."""
+    assert "*.tv8.*" in run("replay", "--help").output
+    assert "verify-*" in run("sweep", "--help").output
+
+
 @pytest.mark.parametrize("command", ["sweep", "bench", "compile"])
 def test_a_config_of_a_near_name(command):
     """Fault: a shipped config's name with a letter missing was refused without saying which was

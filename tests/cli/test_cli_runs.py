@@ -171,7 +171,11 @@ def test_sweep_end_to_end(tmp_path):
     journal = out / "journal.jsonl"
     quiet = re.sub(rb'"reason":"noisy: [^"]*"', b'"reason":""', journal.read_bytes())
     journal.write_bytes(quiet)
-    assert spawn("sweep", config(tmp_path), "--out", out).returncode == 0
+    again = spawn("sweep", config(tmp_path), "--out", out)
+    assert again.returncode == 0
+    # What comes next, after a sweep with believable times too.
+    assert "report.md explains the tables" in again.stdout
+    assert "To use the table, run `gdntune table install" in again.stdout
     assert journal.read_bytes() == quiet
     assert run("replay", out, "-o", tmp_path / "again.json").exit_code == 0
     assert (tmp_path / "again.json").read_bytes() == (out / "table.json").read_bytes()

@@ -102,9 +102,17 @@ def test_markdown_begins_with_plain_words(made):
     flat = " ".join(head.split())
     assert "18 of 18 cells" in flat
     worst = made.frame[made.frame["chosen"]]["over_floor"].max()
-    assert f"{worst:.3f} at worst" in flat
+    assert f"{worst:.3f} times at worst" in flat
     assert "7 objects compiled (2 failed)" in flat
     assert "|" not in head.replace("\\|", "")
+
+
+def test_what_ids_say(made):
+    """Each part of the choices' ids has its knob's name and meaning, and no other knob has a line."""
+    said = made.markdown().partition("## What variants' ids say\n")[2].partition("\n## ")[0]
+    assert "`recurrent`, `tv` (tile_v): rows of V a thread block owns" in said
+    assert "`recurrent`, `ilp` (ilp): rows a thread has in flight" in said
+    assert said.count("`recurrent`, ") == 2
 
 
 def test_markdown_tables_are_narrow_and_whole(made):
@@ -166,7 +174,7 @@ def test_one_is_said_in_the_singular():
     made = report_of(header, [*checks, *trials, noisy])
     text = " ".join(made.markdown().split())
     assert "1 cell is noisy: its times cannot be believed" in text
-    assert "1 choice is shown by the samples that chose it, which flatters it" in text
+    assert "1 choice has the times by which the sweep chose it, which flatters it" in text
 
 
 def test_pages_need_no_first_looks(h100):
@@ -422,9 +430,12 @@ def test_floors_are_named():
     assert (chosen["over_floor"] / chosen["over_index_floor"]).round(2).eq(1.25).all()
     assert (chosen["over_bytes_floor"] < chosen["over_floor"]).all()
     text = text_of(header, made)
-    assert "same state bytes, states in order, same run" in text
-    assert "Over the floor by the pool's index, shuffled:" in text
-    assert "Over all bytes of the problem at the floor's rate:" in text
+    assert "same state bytes, states in order, timed in the same run" in text
+    assert "Over a floor that takes the states by the pool's index, shuffled:" in text
+    assert (
+        "Over the time that all bytes of the problem (inputs and output too) take at the floor's rate:"
+        in text
+    )
     # an older journal has the other floor alone, and says so
     alone = [r for r in made if not (isinstance(r, Trial) and r.variant == synthetic.FLOOR)]
-    assert "same state bytes, by the pool's index, same run" in text_of(header, alone)
+    assert "same state bytes, by the pool's index, timed in the same run" in text_of(header, alone)

@@ -285,7 +285,7 @@ def test_which_samples_and_which_gpu():
     header = synthetic.run(cards=(card,))
     found = synthetic.records(header)
     text = text_of(header, found)
-    assert "18 choices are shown by the samples that chose them" in text
+    assert "18 choices have the times by which the sweep chose them" in text
     assert "GPU-ab-1, 700 W, ECC on, 31 C at the start" in text
     again = []
     for r in found:
@@ -295,5 +295,5 @@ def test_which_samples_and_which_gpu():
             said = "20 final rounds; intervals within 0.5% after 40 samples"
             again.append(msgspec.structs.replace(r, purpose="evidence", stop=said, interval=0.004))
     text = text_of(header, [*found, *again])
-    assert "18 of 18 choices are shown by samples that were taken after the choice" in text
-    assert "as it did at 0 of 18 cells: half the widest is 0.40%" in text
+    assert "The times of 18 of 18 choices were taken anew after the choice" in text
+    assert "as at 0 of 18 cells. The widest interval is +-0.40%" in text

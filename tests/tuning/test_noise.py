@@ -46,7 +46,10 @@ def timed(ours, floor=(10.0,) * 8):
         ((9.4,) * 8, "the best kernel takes 0.94 of its floor (9.4 of 10 us)"),
         ((0.03,) * 8, "the best kernel takes 0.00 of its floor (0.03 of 10 us)"),
         ((10.0, 10.0, 10.5, 10.5, 11.0, 11.0), ""),
-        ((10.0, 10.0, 12.0, 14.0, 16.0, 16.0), "half of the best kernel's samples are"),
+        (
+            (10.0, 10.0, 12.0, 14.0, 16.0, 16.0),
+            "the middle half of the best kernel's samples spans",
+        ),
     ],
 )
 def test_what_nobody_could_believe(ours, reason):
@@ -61,7 +64,7 @@ def test_a_peer_whose_samples_lie_apart():
     """
     peer = Variant("peer:else", "peer:else.entry", {})
     for samples, reason in (
-        ((54.0, 4.0) * 8, "half of peer:else.entry's samples are"),
+        ((54.0, 4.0) * 8, "the middle half of peer:else.entry's samples spans"),
         ((54.0, 60.0) * 8, ""),
     ):
         cell = [*timed((10.0,) * 8), TimedVariant(peer, "peer", [], list(samples))]
