@@ -48,9 +48,9 @@ def sweep_modules():
     return [MODULES.get(name, name) for name in names]
 
 
-def python(code, **environment):
-    """A fresh interpreter in which the extra's packages cannot be imported."""
-    blocked = sweep_modules()
+def python(code, blocked=None, **environment):
+    """A fresh interpreter in which modules, by default the extra's, cannot be imported."""
+    blocked = blocked or sweep_modules()
     return subprocess.run(
         [sys.executable, "-c", (BLOCK + code).format(blocked=blocked)],
         env={**os.environ, **environment},
@@ -98,6 +98,11 @@ print(made.fatal, made.reason)
 """
     done = python(code.replace("ROOT", str(tmp_path)))
     assert done.stdout.startswith("True cannot import cutlass"), done.stderr
+    assert "pip install 'gdntune[sweep]'" in done.stdout and "GDNTUNE_BUNDLE" in done.stdout
+    # Fault: beside an engine, which brings the DSL alone, each object was compiled, then lost for
+    # "No module named 'elftools'".
+    done = python(code.replace("ROOT", str(tmp_path)), blocked=["elftools"])
+    assert done.stdout.startswith("True cannot import elftools"), done.stderr
     assert "pip install 'gdntune[sweep]'" in done.stdout and "GDNTUNE_BUNDLE" in done.stdout
 
 

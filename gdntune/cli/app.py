@@ -355,7 +355,7 @@ def _print_summary(made: "Report", notes: list[str], folder: Path, files: list[s
     for note in notes:
         typer.echo(note)
     typer.echo(f"\n{folder}: {', '.join(files)}")
-    pictures = "; report.html shows it in pictures" * ("report.html" in files)
+    pictures = "; report.html shows them in pictures" * ("report.html" in files)
     typer.echo(f"report.md explains the tables and the variants' ids{pictures}.")
 
 

@@ -167,8 +167,8 @@ def refusing(function: F) -> F:
         except KeyboardInterrupt:
             # On a line of its own: the terminal has just shown ^C, perhaps behind a bar.
             typer.echo(
-                "\ngdntune: interrupted; what was journalled stays, and the same command continues"
-                " there",
+                "\ngdntune: interrupted; what was journalled stays, and the same command goes on"
+                " from there",
                 err=True,
             )
             raise typer.Exit(INTERRUPTED) from None

@@ -1,11 +1,14 @@
-"""docs/reference.md, from the code: commands, config keys, kernels and knobs, environment.
+"""docs/reference.md, from the code: commands, config keys, kernels and knobs, environment, the
+public functions and classes.
 
 python -m gdntune.cli.reference > docs/reference.md
 """
 
 import dataclasses
+import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
@@ -106,7 +109,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
 
 def page() -> str:
     """The whole page, as Markdown."""
-    text = "\n".join([HEAD, *_commands(), *_config(), *_kernels(), *_environment()])
+    text = "\n".join([HEAD, *_commands(), *_config(), *_kernels(), *_environment(), *_python()])
     return re.sub(r"\n{3,}", "\n\n", text) + "\n"
 
 
@@ -220,6 +223,51 @@ def _environment() -> Iterator[str]:
     yield "## Environment\n"
     yield "| variable | meaning |\n| --- | --- |"
     yield "\n".join(f"| `{name}` | {text} |" for name, text in ENVIRONMENT.items())
+
+
+def _python() -> Iterator[str]:
+    """What `import gdntune` gives: each function and class by its docstring."""
+    import gdntune
+
+    yield "\n## Python\n"
+    yield "What `import gdntune` gives, by the docstrings. Errors have a builtin parent each.\n"
+    public = [(name, getattr(gdntune, name)) for name in gdntune.__all__ if name[0] != "_"]
+    errors = [x for _, x in public if isinstance(x, type) and issubclass(x, Exception)]
+    for name, thing in public:
+        if thing in errors:
+            continue
+        yield f"### `gdntune.{name}`\n\n```text"
+        yield from _documented(name, thing)
+        # A struct's own members are what msgspec gives every one.
+        for part, method in vars(thing).items() if isinstance(thing, type) else ():
+            if part[0] != "_" and inspect.isfunction(inspect.unwrap(method)):
+                yield ""
+                yield from _documented(f"{name}.{part}", method)
+        yield "```\n"
+    yield "### Errors\n\n| error | is a | meaning |\n| --- | --- | --- |"
+    for error in errors:
+        parent = error.__bases__[-1].__name__
+        yield f"| `{error.__name__}` | `{parent}` | {' '.join((error.__doc__ or '').split())} |"
+
+
+def _documented(name: str, thing: Any) -> Iterator[str]:
+    """A function's call and docstring; of a method without `self`."""
+    shown: list[str] = []
+    stars: dict[Any, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+    }
+    for p in inspect.signature(thing).parameters.values():
+        if p.name == "self":
+            continue
+        if p.kind is p.KEYWORD_ONLY and "*" not in shown:
+            shown.append("*")
+        shown.append(
+            f"{stars.get(p.kind, '')}{p.name}{'' if p.default is p.empty else f'={p.default!r}'}"
+        )
+    yield from textwrap.wrap(f"{name}({', '.join(shown)})", 100, subsequent_indent="    ")
+    if text := inspect.getdoc(thing):
+        yield textwrap.indent(f"\n{text}", "    ")
 
 
 if __name__ == "__main__":

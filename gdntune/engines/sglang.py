@@ -12,12 +12,13 @@ States are [slots, HV, V, K], any slot stride; indices int32; padding is null_in
 import copy
 import functools
 import importlib
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from gdntune.engines import rows
-from gdntune.engines.substitute import Function, before
+from gdntune.engines.substitute import Function, before, not_here
 from gdntune.errors import UnsupportedProblem
 from gdntune.runtime import environment, ops
 from gdntune.runtime.packed import views
@@ -46,25 +47,32 @@ def plugin() -> None:
 def enable(*, null_index: int = NULL_INDEX) -> None:
     """Makes the dispatchers that SGLang builds from now on call gdntune. Its hooks are applied by
     SGLang when all plug-ins are loaded. To call it again changes nothing; with another null_index
-    it is refused.
+    it is refused. ToolMissing without SGLang.
     """
     global _null, _hooked, _choice_added
     if _null not in (None, null_index):
         raise UnsupportedProblem(
             f"null_index={null_index}: since enable() it is {_null}; call disable() first"
         )
-    _null = null_index
     if not _choice_added:
-        choices = importlib.import_module("sglang.srt.arg_groups.choices")
+        choices = _module("sglang.srt.arg_groups.choices")
         choices.add_linear_attn_kernel_backend_choices([BACKEND])
         _choice_added = True
     if not _hooked:
-        registry = importlib.import_module("sglang.srt.plugins.hook_registry")
+        registry = _module("sglang.srt.plugins.hook_registry")
         for target, kda in DISPATCHERS.items():
             registry.HookRegistry.register(
                 target, functools.partial(built, kda=kda), registry.HookType.AROUND
             )
         _hooked = True
+    _null = null_index
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        raise not_here("SGLang", e) from None
 
 
 def disable() -> None:

@@ -19,6 +19,8 @@ from gdntune.errors import BuildError, CaptureError, ToolMissing, UnsupportedPro
 NOT_SERVED = (UnsupportedProblem, ToolMissing, BuildError, CaptureError)
 
 Function = Callable[..., Any]
+# Of a function so many refused calls are known again at once; sizes of batches are fewer.
+_REMEMBERED = 4096
 _log = logging.getLogger("gdntune.engines")
 _said: set[str] = set()
 
@@ -28,6 +30,14 @@ def say_once(text: str) -> None:
     if text not in _said:
         _said.add(text)
         _log.warning("%s", text)
+
+
+def not_here(engine: str, e: ModuleNotFoundError) -> ToolMissing:
+    """What to raise where enable() acts on an engine's modules at once, and they are not there."""
+    return ToolMissing(
+        f"{e}: enable() is for a process that has {engine}; install it beside gdntune, in a version"
+        " that docs/engine.md names"
+    )
 
 
 class Counts:
@@ -82,7 +92,7 @@ def before(name: str, ours: Function, theirs: Function) -> Function:
                 return result
             except NOT_SERVED as e:
                 say_once(f"{name} is served by the engine's own kernel: {e}")
-                if isinstance(e, UnsupportedProblem):
+                if isinstance(e, UnsupportedProblem) and len(refused) < _REMEMBERED:
                     refused.add(_kind(args, kwargs))
         counts.passed_on += 1
         return theirs(*args, **kwargs)
@@ -92,9 +102,11 @@ def before(name: str, ours: Function, theirs: Function) -> Function:
 
 
 def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call's being served depends on, but for batch size and addresses."""
+    """What a call's being served depends on, but for addresses. Sizes are whole, since packed rows
+    are served or not by how many there are to how many requests.
+    """
     return tuple(
-        (x.dtype, x.shape[1:], x.stride()) if isinstance(x, torch.Tensor) else x
+        (x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x
         for x in (*args, *kwargs.values())
         if isinstance(x, torch.Tensor | bool | int | str | None)
     )

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdntune.engines.substitute import NOT_SERVED, Counts, Function, Patches, Target, say_once
+from gdntune.engines.substitute import (
+    NOT_SERVED,
+    Counts,
+    Function,
+    Patches,
+    Target,
+    not_here,
+    say_once,
+)
 from gdntune.problem import HEAD_SIZES_K, MAX_TOKENS
 from gdntune.runtime import ops
 from gdntune.runtime.contracts import DTYPES
@@ -35,10 +43,10 @@ _compiling = torch.compiler.is_compiling
 
 def enable() -> None:
     """Makes transformers' models decode by gdntune, those that are imported later too. To call it
-    again changes nothing.
+    again changes nothing. ToolMissing without transformers.
     """
-    _PATCHES.on()
     _map_for_hub(True)
+    _PATCHES.on()
 
 
 def disable() -> None:
@@ -227,7 +235,10 @@ _hub_before: dict[str, Any] = {}
 
 def _map_for_hub(ours: bool) -> None:
     """Puts ours into transformers' mapping of kernels, or what was there before."""
-    from transformers.integrations import hub_kernels
+    try:
+        from transformers.integrations import hub_kernels
+    except ModuleNotFoundError as e:
+        raise not_here("transformers", e) from None
 
     make = getattr(hub_kernels, "get_kernel_mapping_transformers", None)
     if make is None:

@@ -243,7 +243,7 @@ def kda_packed_decode(
     *,
     null_index: int,
 ) -> tuple[Tensor, Tensor]:
-    """KDA, a token a request: mixed_qkv [B, 2HK + HV], raw_g [1, B, H, K], raw_beta [1, B, H],
+    """KDA, a token a request: mixed_qkv [B, 2HK + H V], raw_g [1, B, H, K], raw_beta [1, B, H],
     state_indices [B]; the output is [1, B, H, V].
     """
     beta = raw_beta[0]

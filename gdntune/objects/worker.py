@@ -93,10 +93,16 @@ def _compile_cute(spec: ObjectSpec, compiler: str, folder: Path) -> tuple[Path, 
     arch = cute_options(spec.arch)
     try:
         import cutlass
+
+        # Read here and not after the compile: an engine's environment may have the DSL alone.
+        import elftools.elf.elffile  # noqa: F401
     except ImportError as e:
+        name = "cutlass, which compiles CUDA kernels"
+        if (e.name or "").startswith("elftools"):
+            name = "elftools, which reads what was compiled"
         raise ToolMissing(
-            f"cannot import cutlass ({e}), which compiles CUDA kernels: pip install"
-            " 'gdntune[sweep]', or load a bundle that was compiled elsewhere (GDNTUNE_BUNDLE)"
+            f"cannot import {name} ({e}): pip install 'gdntune[sweep]', or load a bundle that was"
+            " compiled elsewhere (GDNTUNE_BUNDLE)"
         ) from None
     if cutlass.__version__ not in CUTE_DSL_VERSIONS:
         raise ToolMissing(

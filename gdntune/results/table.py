@@ -334,7 +334,7 @@ def save(table: Table, path: str | os.PathLike[str]) -> None:
         write_whole(path, data)
     except OSError as e:
         raise TableError(
-            f"{path}: not written: {e.strerror or e}; what stood there still does"
+            f"{path}: not written: {e.strerror or e}; what was there is unchanged"
         ) from e
 
 

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from gdntune.errors import UnsupportedProblem
+
 # docs/reference.md says what each means, and a test that all stand there.
 VARIABLES = frozenset(
     {
@@ -34,7 +36,7 @@ def bundles() -> list[Path]:
 
 def checking() -> bool:
     """Whether GDNTUNE_CHECK asks for the checks that read what lies on the device."""
-    return _get("GDNTUNE_CHECK") not in ("", "0")
+    return _switch("GDNTUNE_CHECK")
 
 
 def log_level() -> str:
@@ -44,4 +46,14 @@ def log_level() -> str:
 
 def plugin_is_on(name: str) -> bool:
     """Whether an engine's plug-in is asked for, by GDNTUNE_VLLM or GDNTUNE_SGLANG."""
-    return _get(name) not in ("", "0")
+    return _switch(name)
+
+
+def _switch(name: str) -> bool:
+    """Whether a variable is 1; UnsupportedProblem for what is neither that nor 0: `false` and `off`
+    once meant on.
+    """
+    value = _get(name)
+    if value not in ("", "0", "1"):
+        raise UnsupportedProblem(f"{name}={value!r}: expected 1, or 0 or nothing")
+    return value == "1"

@@ -8,6 +8,7 @@ backends and registry of hooks are used too; elsewhere stand-ins with their reco
 import importlib
 import logging
 import os
+import sys
 from pathlib import Path
 
 import calls
@@ -18,7 +19,7 @@ import torch
 
 from gdntune.engines import sglang as ours
 from gdntune.engines import substitute
-from gdntune.errors import UnsupportedProblem
+from gdntune.errors import ToolMissing, UnsupportedProblem
 
 SIZES = calls.Sizes()
 SOURCES = Path(os.environ.get("GDNTUNE_ENGINE_SOURCES", "none"))
@@ -86,6 +87,15 @@ def test_off_without_the_variable(sglang, monkeypatch):
     assert not sglang("sglang.srt.plugins.hook_registry").HookRegistry._hooks
     with pytest.raises(ValueError, match="Unsupported|supports"):
         dispatcher(sglang, "gdn", decode="gdntune")
+
+
+def test_without_the_library(monkeypatch):
+    """Fault: enable() in a process without the library was a bare ModuleNotFoundError."""
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.choices", None)
+    monkeypatch.setattr(ours, "_choice_added", False)
+    with pytest.raises(ToolMissing, match="a process that has SGLang; install it beside gdntune"):
+        ours.enable()
+    assert ours._null is None
 
 
 def test_disable(sglang):

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import logging
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import models  # noqa: E402
 
 from gdntune.engines import substitute  # noqa: E402
 from gdntune.engines import transformers as ours  # noqa: E402
+from gdntune.errors import ToolMissing  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,15 @@ def test_same_tokens(name):
     assert expected[:, 7:].unique().numel() > 3, "tokens that repeat say nothing"
     served = ours.replaced()[f"transformers.models.{name}.modeling_{name}.{models.MODELS[name][1]}"]
     assert (served.counts.served, served.counts.passed_on) == (199, 0)
+
+
+def test_without_the_library(monkeypatch):
+    """Fault: enable() without transformers was a bare ModuleNotFoundError, and half done."""
+    with monkeypatch.context() as m:
+        m.setitem(sys.modules, "transformers.integrations.hub_kernels", None)
+        with pytest.raises(ToolMissing, match="a process that has transformers; install it"):
+            ours.enable()
+    assert not ours._PATCHES._on and not ours.replaced()
 
 
 def step_arguments(T=1, K=64, V=64, dtype=torch.float32, kda=False, HV=2):

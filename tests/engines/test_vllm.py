@@ -124,6 +124,13 @@ def test_off_without_the_variable(vllm, monkeypatch):
         monkeypatch.setenv("GDNTUNE_VLLM", off)
         ours.plugin()
         assert getattr(qwen, name) is before
+    # Fault: `false` meant on.
+    monkeypatch.setenv("GDNTUNE_VLLM", "false")
+    with pytest.raises(
+        UnsupportedProblem, match="GDNTUNE_VLLM='false': expected 1, or 0 or nothing"
+    ):
+        ours.plugin()
+    assert getattr(qwen, name) is before
     monkeypatch.setenv("GDNTUNE_VLLM", "1")
     ours.plugin()
     first = getattr(qwen, name)
@@ -177,6 +184,26 @@ def test_what_is_not_served_is_theirs(case, change, said, vllm, caplog, monkeypa
     lines = [r.message for r in caplog.records if r.name == "gdntune.engines"]
     assert len(lines) == 1
     assert said in lines[0]
+
+
+def test_a_refusal_is_of_its_sizes():
+    """Fault: nine rows of three requests are refused, and so were nine rows of nine afterwards, since
+    the number of requests was no part of what was remembered.
+    """
+    asked = []
+
+    def served(q, cu_seqlens):
+        asked.append(N := cu_seqlens.shape[0] - 1)
+        if q.shape[1] != N:
+            raise UnsupportedProblem("expected a row a request")
+        return "ours"
+
+    both = substitute.before("an engine's function", served, lambda *_: "theirs")
+    q, three, nine = torch.zeros(1, 9, 4, 64), torch.zeros(4), torch.zeros(10)
+    assert [both(q, three), both(q, three), both(q, nine)] == ["theirs", "theirs", "ours"]
+    # the second call was known again, without being worded anew
+    assert asked == [3, 9]
+    assert (both.counts.served, both.counts.passed_on) == (1, 2)
 
 
 def test_a_fault_is_not_passed_on(vllm, monkeypatch):

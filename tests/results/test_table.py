@@ -393,7 +393,7 @@ def test_a_failed_save_leaves_the_old_table(tmp_path, monkeypatch):
 
     with monkeypatch.context() as m:
         m.setattr(files.os, "fsync", full)
-        with pytest.raises(TableError, match="not written: No space left on device; what stood there still does"):
+        with pytest.raises(TableError, match="not written: No space left on device; what was there is unchanged"):
             table.save(t, path)
     origin = msgspec.structs.replace(t.evidence, regret_max=float("nan"))
     for wrong in ({"evidence": origin}, {"variants": {}}):
