@@ -57,6 +57,26 @@ def table_document(table: Table, source: str, stale: Sequence[str] = ()) -> Docu
         )
     ]
     sections += [Section(_title(rule), _rule(rule)) for rule in table.rules]
+    sections.append(
+        Section(
+            "How to read the rules",
+            (
+                Bullets(
+                    (
+                        "Work units are B x HV, a batch times its value heads; a call takes the"
+                        " variant of the interval that its work units are in.",
+                        "Measured at: the work units of a cell in the interval. us: the variant's"
+                        " median there.",
+                        "x floor: that time over the floor's, a kernel that only moves the same"
+                        " state bytes. SOL %: bytes that must move over the time, as a share of the"
+                        " DRAM's peak bandwidth.",
+                        "Regret %: how much longer the variant's mean is than the best mean"
+                        " measured there.",
+                    )
+                ),
+            ),
+        )
+    )
     return Document(source, tuple(sections))
 
 

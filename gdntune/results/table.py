@@ -238,17 +238,17 @@ def _seen(evidence: Evidence | None, work_units: int) -> str:
     if evidence is None:
         return "; nothing was measured in this interval"
     at = (
-        "there"
+        f"at {work_units} work units"
         if evidence.work_units == work_units
         else f"at the nearest measured cell ({evidence.work_units} work units)"
     )
     # A regret is of means, which decide; the runner-up has a median alone.
     words = (
-        f"; {at} its mean is {evidence.mean_us:.4g} us, {evidence.regret:.1%} over the best mean;"
-        f" medians: {evidence.time_us:.4g} us"
+        f"; {at} its median is {evidence.time_us:.4g} us, and its mean {evidence.mean_us:.4g} us,"
+        f" {evidence.regret:.1%} over the best mean"
     )
     if evidence.runner_up is not None and evidence.runner_up_us is not None:
-        words += f", of the next ({evidence.runner_up}) {evidence.runner_up_us:.4g} us"
+        words += f"; the next best, {evidence.runner_up}, has a median of {evidence.runner_up_us:.4g} us"
     return words
 
 

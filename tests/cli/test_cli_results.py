@@ -75,6 +75,7 @@ def test_table_show(folder):
     assert "T=1: gdn_decode, bf16 state" in text
     assert "1453 on" in text
     assert "STALE: recurrent" in text
+    assert "x floor: that time over the floor's" in " ".join(text.split())
     assert table.validate(run("table", "show", path, "--json").stdout.encode()) == table.load(path)
 
 

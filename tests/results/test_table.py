@@ -345,9 +345,9 @@ def test_explain_says_what_and_why():
     assert exact["evidence"]["work_units"] == 64
     assert (
         exact["reason"]
-        == "the contract's own rule; there its mean is 4.125 us, 0.2% over the best mean; medians: 4 us, of the next (recurrent.tv8) 4.5 us"
+        == "the contract's own rule; at 64 work units its median is 4 us, and its mean 4.125 us, 0.2% over the best mean; the next best, recurrent.tv8, has a median of 4.5 us"
     )
-    assert "at the nearest measured cell (8 work units) its mean is" in t.explain(Contract(), 20)["reason"]
+    assert "at the nearest measured cell (8 work units) its median is" in t.explain(Contract(), 20)["reason"]
 
     near = t.explain(Contract(tokens=5, mode="frozen"), 7)
     assert (near["match"], near["evidence"]) == ("nearest", None)
