@@ -43,7 +43,7 @@ from gdntune.cli.common import (
     target_of,
     terminal,
 )
-from gdntune.errors import UnsupportedProblem
+from gdntune.errors import ToolMissing, UnsupportedProblem
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -150,7 +150,12 @@ def sweep(
         if arch:
             shared, found = indices(devices, executor), target_of(arch)
         else:
-            shared, found = devices_of(wanted, device, index, devices, executor)
+            try:
+                shared, found = devices_of(wanted, device, index, devices, executor)
+            except ToolMissing as e:
+                if not dry_run:
+                    raise
+                raise ToolMissing(f"{e}; --arch names a GPU that is not here, as h200") from None
         folder = out or Path("results") / wanted.name
         store = Store(bundles=bundle or ())
         # Before anything runs, and to stderr: a sweep may take hours, and its JSON is one document.

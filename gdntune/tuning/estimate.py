@@ -38,6 +38,8 @@ _THREAD_GB_S, _HOST_GB_S = 10.0, 100.0
 # Of the cells that are timed again on a GPU the share whose noise asks for all the time there is; a
 # CPU's times spread by more than `precision` in all.
 _NOISY = {"cuda": 0.1, "cpu": 1.0}
+# Units of what is expected, in minutes.
+_UNITS = ((24 * 60, "day"), (60, "hour"), (1, "minute"))
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -54,9 +56,14 @@ class Estimate(msgspec.Struct, frozen=True):
 
     def words(self) -> str:
         """One line for the terminal."""
-        minutes = max(1, round(self.minutes))
+        # In the largest unit of which there are two.
+        size, unit = next(
+            ((size, unit) for size, unit in _UNITS if self.minutes >= 2 * size), _UNITS[-1]
+        )
         about = (
-            "less than a minute" if self.minutes <= 0.5 else f"about {counted(minutes, 'minute')}"
+            "less than a minute"
+            if self.minutes <= 0.5
+            else f"about {counted(max(1, round(self.minutes / size)), unit)}"
         )
         return (
             f"{counted(self.cells, 'cell')} of {counted(self.contracts, 'contract')},"

@@ -43,6 +43,8 @@ def test_cuda_that_is_not_there(monkeypatch, tmp_path):
         "no CUDA device: torch finds none, or use the CPU (device: cpu in a config, --device cpu on the command line)",
     )
     assert not (tmp_path / "out").exists()
+    said = "--arch names a GPU that is not here, as h200"
+    assert refused(run("sweep", "card", "--device", "cuda", "--dry-run"), "torch finds none", said)
 
 
 def test_a_timer_that_the_device_cannot_have(tmp_path):

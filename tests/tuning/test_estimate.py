@@ -87,6 +87,18 @@ def test_the_quickstart_is_quick(l2_mib, minutes, tmp_path):
     assert found.missing == found.objects and found.minutes < minutes
 
 
+@pytest.mark.parametrize(
+    ("minutes", "said"),
+    [
+        (0.4, "less than a minute"), (0.9, "about 1 minute"), (119, "about 119 minutes"),
+        (125, "about 2 hours"), (2881, "about 2 days"), (226978, "about 158 days"),
+    ],
+)  # fmt: skip
+def test_times_are_said_in_a_readable_unit(minutes, said):
+    """Fault: of a large batch on a CPU `about 226978 minutes` were said."""
+    assert estimate.Estimate(1, 1, 1, 1, 0, minutes).words().endswith(f": {said}")
+
+
 def test_the_quickstart_tries_all_on_a_gpu():
     """A kernel that is new is not left out of the list that leaves variants out on a CPU."""
     wanted = config.load(ROOT / "configs" / "quickstart.yaml")
