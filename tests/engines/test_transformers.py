@@ -42,7 +42,7 @@ def test_same_tokens(name):
 def test_without_the_library(monkeypatch):
     """Fault: enable() without transformers was a bare ModuleNotFoundError, and half done."""
     with monkeypatch.context() as m:
-        m.setitem(sys.modules, "transformers.integrations.hub_kernels", None)
+        m.setitem(sys.modules, "transformers.integrations", None)
         with pytest.raises(ToolMissing, match="a process that has transformers; install it"):
             ours.enable()
     assert not ours._PATCHES._on and not ours.replaced()
