@@ -169,11 +169,13 @@ class Arguments {
   const char* const* names_;
 };
 
-// Runs a call; a Fault becomes the error that tvm_ffi raises.
+// Runs a call; a Fault becomes the error that tvm_ffi raises. A body that makes another call gives what that gave: where
+// it is not 0, its error is raised already.
 template <class Body>
 int answer(TVMFFIAny* result, Body body) {
   try {
-    body();
+    if constexpr (std::is_void_v<decltype(body())>) body();
+    else if (const int failed = body()) return failed;
   } catch (const Fault& fault) {
     TVMFFIErrorSetRaisedFromCStr(fault.kind, fault.text);
     return -1;

@@ -1,6 +1,7 @@
 // The arguments of a decode call, as gdntune/kernels/spec.py lists them: read, checked and named.
 #pragma once
 
+#include <array>
 #include <utility>
 
 #include "arguments.h"
@@ -21,6 +22,14 @@ constexpr const char* NAMES[ARGUMENTS] = {
   "null_index", "use_qk_l2norm",
 };
 // clang-format on
+
+// The names of a call's arguments where `more` stand behind those of a decode call.
+template <size_t N>
+constexpr std::array<const char*, ARGUMENTS + N> names_with(const char* const (&more)[N]) {
+  std::array<const char*, ARGUMENTS + N> names{};
+  for (size_t i = 0; i < names.size(); i++) names[i] = i < ARGUMENTS ? NAMES[i] : more[i - ARGUMENTS];
+  return names;
+}
 
 // Where the final state goes: to the slot of write_index, to row n, nowhere.
 enum class Writes { by_index, by_row, never };

@@ -20,12 +20,9 @@ enum LayerArgument {
   OUTPUT_GATE = ARGUMENTS, NORM_WEIGHT, NORM_EPS, MIXED, CONV_STATE, CONV_WEIGHT, CONV_BIAS, CONV_POSITION,
   LAYER_ARGUMENTS,
 };
-constexpr const char* LAYER_NAMES[LAYER_ARGUMENTS] = {
-  "state", "q", "k", "v", "a", "b", "A_log", "dt_bias", "read_index", "write_index", "slot_index", "accepted",
-  "cu_seqlens", "intermediate", "output", "scale", "softplus_beta", "softplus_threshold", "lower_bound", "beta_scale",
-  "null_index", "use_qk_l2norm", "output_gate", "norm_weight", "norm_eps", "mixed_qkv",
-  "conv_state", "conv_weight", "conv_bias", "conv_position",
-};
+constexpr auto LAYER_NAMES = names_with({
+  "output_gate", "norm_weight", "norm_eps", "mixed_qkv", "conv_state", "conv_weight", "conv_bias", "conv_position",
+});
 // clang-format on
 
 // Floats of a call's own, at a multiple of 64 bytes.
@@ -321,7 +318,7 @@ class Layer {
 
  private:
   static int run(const TVMFFIAny* values, int count, TVMFFIAny* result) {
-    const Arguments given(values, count, LAYER_NAMES, LAYER_ARGUMENTS);
+    const Arguments given(values, count, LAYER_NAMES.data(), LAYER_ARGUMENTS);
     Call c = checked<Setting>(values, ARGUMENTS);
     const int64_t batch = c.output.size[0];
     constexpr bool normed = norm != Norm::none, convolves = conv != Conv::none;
@@ -358,9 +355,7 @@ class Layer {
 
  public:
   static int call(const TVMFFIAny* values, int count, TVMFFIAny* result) {
-    int failed = 0;
-    const int refused = answer(result, [&] { failed = run(values, count, result); });
-    return refused ? refused : failed;
+    return answer(result, [&] { return run(values, count, result); });
   }
 };
 

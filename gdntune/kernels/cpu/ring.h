@@ -14,11 +14,9 @@ namespace {
 enum RingArgument {
   RING_K = ARGUMENTS, RING_U, RING_DECAY, RING_BASE, RING_COUNT, FLUSH_MIN, APPEND, RING_SEED, RING_ARGUMENTS,
 };
-constexpr const char* RING_NAMES[RING_ARGUMENTS] = {
-  "state", "q", "k", "v", "a", "b", "A_log", "dt_bias", "read_index", "write_index", "slot_index", "accepted",
-  "cu_seqlens", "intermediate", "output", "scale", "softplus_beta", "softplus_threshold", "lower_bound", "beta_scale",
-  "null_index", "use_qk_l2norm", "ring_k", "ring_u", "ring_decay", "ring_base", "ring_count", "flush_min", "append", "ring_seed",
-};
+constexpr auto RING_NAMES = names_with({
+  "ring_k", "ring_u", "ring_decay", "ring_base", "ring_count", "flush_min", "append", "ring_seed",
+});
 // clang-format on
 
 // A call's ring. Entry i of a window is at row (base + i) % rows.
@@ -217,7 +215,7 @@ class Ring : Decode<Setting> {
  public:
   static int call(const TVMFFIAny* values, int count, TVMFFIAny* result) {
     return answer(result, [&] {
-      const Arguments given(values, count, RING_NAMES, RING_ARGUMENTS);
+      const Arguments given(values, count, RING_NAMES.data(), RING_ARGUMENTS);
       Call c = checked<Setting>(values, ARGUMENTS);
       if (c.slots || c.ragged || c.intermediate.given || c.V > 512) {
         refuse("ValueError", "a ring with slots, cu_seqlens, intermediate states or V > 512: expected none");

@@ -15,8 +15,8 @@ class RingNorm : Layer<Setting, norm, Conv::none, false> {
 
   static int run(const TVMFFIAny* values, int count, TVMFFIAny* result) {
     const char* names[RING_NORM_ARGUMENTS];
-    std::copy(RING_NAMES, RING_NAMES + RING_ARGUMENTS, names);
-    std::copy(LAYER_NAMES + OUTPUT_GATE, LAYER_NAMES + NORM_EPS + 1, names + RING_ARGUMENTS);
+    std::copy(RING_NAMES.begin(), RING_NAMES.end(), names);
+    std::copy(LAYER_NAMES.begin() + OUTPUT_GATE, LAYER_NAMES.begin() + NORM_EPS + 1, names + RING_ARGUMENTS);
     const Arguments all(values, count, names, RING_NORM_ARGUMENTS);
 
     // the same call as a layer's, without a convolution, and as a ring's
@@ -24,7 +24,7 @@ class RingNorm : Layer<Setting, norm, Conv::none, false> {
     std::copy(values, values + ARGUMENTS, layer);
     std::copy(values + RING_ARGUMENTS, values + RING_NORM_ARGUMENTS, layer + ARGUMENTS);
     std::copy(values, values + RING_ARGUMENTS, inner);
-    const Arguments given(layer, LAYER_ARGUMENTS, LAYER_NAMES, LAYER_ARGUMENTS);
+    const Arguments given(layer, LAYER_ARGUMENTS, LAYER_NAMES.data(), LAYER_ARGUMENTS);
     Call c = checked<Setting>(values, ARGUMENTS);
     typename Base::Weights weights;
     Base::read_weights(given, c, weights);
@@ -40,9 +40,7 @@ class RingNorm : Layer<Setting, norm, Conv::none, false> {
 
  public:
   static int call(const TVMFFIAny* values, int count, TVMFFIAny* result) {
-    int failed = 0;
-    const int refused = answer(result, [&] { failed = run(values, count, result); });
-    return refused ? refused : failed;
+    return answer(result, [&] { return run(values, count, result); });
   }
 };
 
