@@ -15,14 +15,20 @@ from gdntune.problem import ITEMSIZE, Contract
 
 
 @dataclasses.dataclass(frozen=True)
-class Knobs:
-    """One setting of the recurrent kernel."""
+class TileKnobs:
+    """What a kernel on CUDA cores has: how a tile of rows of V lies on a block's threads."""
 
     tile_v: int = knob("tv", "rows of V a thread block owns")
     ilp: int = knob("ilp", "rows a thread has in flight (k_last; a v_last thread holds vec rows)")
     vec: int = knob("vec", "state elements one load moves")
     lanes: int = knob("ln", "threads that share a row, a power of two")
     threads: int = knob("th", "threads a block")
+
+
+@dataclasses.dataclass(frozen=True)
+class Knobs(TileKnobs):
+    """One setting of `recurrent`."""
+
     split: int = knob("sp", "warps that share a row's K (v_last)", default=1)
     run: int = knob(
         "run", "key positions side by side in a thread (v_last); 0: all that it has", default=0

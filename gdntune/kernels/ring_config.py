@@ -13,20 +13,9 @@ AHEAD = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Knobs:
+class Knobs(wy_block_config.BlockKnobs):
     """One setting of the tensor-core kernel behind a ring."""
 
-    rows: int = knob("rw", "rows of V a warp has in registers")
-    warps: int = knob("wp", "warps of a block that have rows of V")
-    threads: int = knob(
-        "th",
-        "threads a block, all of which work on what depends on q, k and the gates alone",
-        default=128,
-    )
-    passes: int = knob("ps", "times that a warp takes new rows", default=1)
-    registers: int = knob(
-        "rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0
-    )
     shared: bool = knob(
         "sh",
         "k_last: the state comes to shared memory by whole lines and leaves its registers to more"

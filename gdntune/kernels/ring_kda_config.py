@@ -11,14 +11,9 @@ from gdntune.problem import ITEMSIZE, Contract
 
 
 @dataclasses.dataclass(frozen=True)
-class Knobs:
+class Knobs(recurrent_config.TileKnobs):
     """One setting of the kernel behind a ring whose entries have a decay a key."""
 
-    tile_v: int = knob("tv", "rows of V a thread block owns")
-    ilp: int = knob("ilp", "rows a thread has in flight (k_last; a v_last thread holds vec rows)")
-    vec: int = knob("vec", "state elements one load moves")
-    lanes: int = knob("ln", "threads that share a row, a power of two")
-    threads: int = knob("th", "threads a block")
     registers: int = knob(
         "rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0
     )

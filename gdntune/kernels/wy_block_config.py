@@ -14,8 +14,8 @@ TERMS = {"bf16": 1, "fp16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
-class Knobs:
-    """One setting of the tensor-core kernel whose block works together."""
+class BlockKnobs:
+    """What a tensor-core kernel has whose block works together: how rows of V lie on its warps."""
 
     rows: int = knob("rw", "rows of V a warp has in registers")
     warps: int = knob("wp", "warps of a block that have rows of V")
@@ -28,6 +28,12 @@ class Knobs:
     registers: int = knob(
         "rg", "at most so many registers a thread, for more warps at once; 0: no cap", default=0
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Knobs(BlockKnobs):
+    """One setting of `wy_block`."""
+
     pdl: str = pdl_knob()
     matrices: bool = knob(
         "mx",
@@ -192,16 +198,17 @@ def _in_tf32(c: Contract) -> list[Knobs]:
     """Settings of TF32 products: 2,040 instructions a warp and 16 rows on sm_90a where three bf16
     terms take 2,420, and 16 warps a multiprocessor; 2,700 for 32 rows in two passes, 12 warps.
     """
-    plain = [
+    small = [
         Knobs(16, 4, registers=128, tf32=True),
         Knobs(16, 8, 256, registers=128, tf32=True),
-        Knobs(16, 4, passes=2, registers=168, tf32=True),
     ]
+    plain = [*small, Knobs(16, 4, passes=2, registers=168, tf32=True)]
     if c.mode == "frozen" or c.ragged:
         return plain
-    # four requests of 32 heads behind, by blocks of 64 rows or of 128
-    far = (256, 128, 128)
-    return plain + [dataclasses.replace(s, ahead=n) for s, n in zip(plain, far, strict=True)]
+    # Four requests of 32 heads behind, by blocks of 64 rows or of 128. Not of two passes: behind the
+    # best by 6.7% or more at each of 30 cells (docs/results/nvidia-h200/kda-fp32.jsonl.xz), where
+    # without a prefetch they won at 392 and, T=8, 720 work units.
+    return plain + [dataclasses.replace(s, ahead=n) for s, n in zip(small, (256, 128), strict=True)]
 
 
 def _whole_lines(c: Contract) -> list[Knobs]:
