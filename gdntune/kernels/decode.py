@@ -3,13 +3,15 @@
 A block works on `tile_v` rows of V of one value head of one request: grid (V / tile_v, HV, B), or (HV, V / tile_v, B).
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Float16, Float32, Int32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from gdntune.kernels import gates
+from gdntune.kernels import gates, shuffles
 
 DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 F32 = Float32
@@ -18,8 +20,66 @@ EPSILON = 1e-6
 REGISTERS = 65536
 
 
+class Operands(NamedTuple):
+    """A call's tensors, by the calling convention of kernels; None what the contract lacks."""
+
+    state: Any
+    q: Any
+    k: Any
+    v: Any
+    a: Any
+    b: Any
+    A_log: Any
+    dt_bias: Any
+    read_index: Any
+    write_index: Any
+    slot_index: Any
+    accepted: Any
+    cu_seqlens: Any
+    intermediate: Any
+    output: Any
+
+
+class Options(NamedTuple):
+    """A call's scalars."""
+
+    scale: Any
+    softplus_beta: Any
+    threshold: Any
+    lower_bound: Any
+    beta_scale: Any
+    null_index: Any
+    use_qk_l2norm: Any
+
+
+class Sizes(NamedTuple):
+    """What a launch knows of a call's shapes; None what the contract lacks. heads: divides by the value heads of a q/k head. tokens: T, or
+    a ragged call's rows. columns: of slot_index; rows, steps: of `intermediate`. A_shared, dt_shared: whether these are one a q/k head.
+    """
+
+    heads: Any
+    slots: Any
+    tokens: Any
+    columns: Any
+    rows: Any
+    steps: Any
+    A_shared: Any
+    dt_shared: Any
+
+
+class Asked(NamedTuple):
+    """A request's slots on their way: to start from and for the final state; or, with `row`, its row of slots, one a lane, and the
+    column to start from.
+    """
+
+    slot: Any
+    write_slot: Any
+    row: Any
+    first: Any
+
+
 class Decode:
-    """The compile-time facts of a decode object; a kernel adds its knobs and `kernel`, the device code."""
+    """The compile-time facts of a decode object; a kernel adds its knobs and `work(x, options, sizes)`, what a block does."""
 
     def __init__(
         self, facts: dict, tile_v: int, threads: int, registers: int = 0, heads_first: bool = False, pdl: str = "none"
@@ -37,6 +97,8 @@ class Decode:
         self.accepted, self.pool, self.ragged = facts["accepted"], facts["pool"], facts["ragged"]
         self.loop = self.tokens > 1
         self.tile_v, self.threads, self.heads_first, self.pdl = tile_v, threads, heads_first, pdl
+        # whether `ask_slots` reads a request's row of slots at once
+        self.row = False
         # what caps registers is the number of blocks that a multiprocessor must have room for
         self.resident = REGISTERS // (threads * registers) if registers else 0
 
@@ -52,7 +114,9 @@ class Decode:
         HV = v.shape[2]
         heads = cute.FastDivmodDivisorV2(HV // q.shape[2])
         A_shared = A_log.shape[0] != HV if const_expr(A_log is not None and self.per_k) else None
-        dt_shared = dt_bias.shape[0] != HV if const_expr(dt_bias is not None and self.per_k) else None
+        dt_shared = (
+            dt_bias.shape[0] != HV if const_expr(dt_bias is not None and self.per_k) else None
+        )
         slots = state.shape[0]
         tokens = q.shape[1] if const_expr(self.loop) else Int32(1)
         columns = slot_index.shape[1] if const_expr(self.intermediate == "slots") else None
@@ -73,6 +137,29 @@ class Decode:
             min_blocks_per_mp=self.resident, preferred_smem_carveout=100 if self.resident else None,
             use_pdl=self.pdl != "none",
         )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
+        scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
+        null_index: Int32, use_qk_l2norm: Int32, heads: cute.FastDivmodDivisorV2,
+        slots: Int32, tokens: Int32, columns, rows, steps, A_shared, dt_shared,
+    ):  # fmt: skip
+        x = Operands(
+            state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output
+        )  # fmt: skip
+        options = Options(
+            scale,
+            softplus_beta,
+            softplus_threshold,
+            lower_bound,
+            beta_scale,
+            null_index,
+            use_qk_l2norm,
+        )
+        self.work(
+            x, options, Sizes(heads, slots, tokens, columns, rows, steps, A_shared, dt_shared)
+        )
 
     @cute.jit
     def await_producer(self, place: cutlass.Constexpr):
@@ -100,7 +187,9 @@ class Decode:
             return None
         leading = min(leading, len(x.shape))
         shape = (1,) * leading + tuple(n if isinstance(n, int) else 1 for n in x.shape[leading:])
-        stride = tuple(0 if d == tokens and not self.loop else x.stride[d] for d in range(len(x.shape)))
+        stride = tuple(
+            0 if d == tokens and not self.loop else x.stride[d] for d in range(len(x.shape))
+        )
         return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=stride))
 
     @cute.jit
@@ -112,6 +201,13 @@ class Decode:
             iq = cute.math.rsqrt(sq + F32(EPSILON), fastmath=True) * scale
             ik = cute.math.rsqrt(sk + F32(EPSILON), fastmath=True)
         return iq, ik
+
+    @cute.jit
+    def decay_of(self, x, A, bias, options):
+        """The decay of a head, or of one key of it, from what its gate is given as."""
+        return gates.decay(
+            self.gate, x, A, bias, options.softplus_beta, options.threshold, options.lower_bound
+        )
 
     @cute.jit
     def beta_of(self, b, beta_scale: Float32):
@@ -150,9 +246,32 @@ class Decode:
         return row, first
 
     @cute.jit
+    def ask_slots(self, n, wl, x, columns):
+        """Issues the loads of the slots that a request names, by one lane or, with `row`, a row of them by the lanes wl of a warp."""
+        row = None
+        first = None
+        if const_expr(self.row):
+            row, first = self.ask_row(n, wl, x.slot_index, x.accepted, columns)
+            slot = Int32(0)
+            write_slot = x.write_index[n] if const_expr(self.pool and self.update) else slot
+        else:
+            slot, write_slot = self.slots_of(
+                n, x.read_index, x.write_index, x.slot_index, x.accepted, columns
+            )
+        return Asked(slot, write_slot, row, first)
+
+    @cute.jit
+    def start_of(self, asked, n, slot_index, columns):
+        """The slot to start from, of what `ask_slots` asked for."""
+        slot = asked.slot
+        if const_expr(self.row):
+            slot = self.start_of_row(asked.row, asked.first, n, slot_index, columns)
+        return slot
+
+    @cute.jit
     def of_row(self, row, column):
         """A row's slot of a column below 32; all lanes take part."""
-        return cute.arch.shuffle_sync(row, offset=column, mask=-1, mask_and_clamp=31)
+        return shuffles.at_lane(row, column)
 
     @cute.jit
     def start_of_row(self, row, first, n, slot_index, columns):
@@ -178,6 +297,63 @@ class Decode:
         return live, writes
 
     @cute.jit
+    def kept_row(self, n, live, slot_index, rows, null_index: Int32):
+        """The row of `intermediate` for a request's states between tokens, and whether it has one."""
+        row = Int64(n)
+        keeps = live
+        if const_expr(self.intermediate == "indexed"):
+            at = slot_index[n]
+            keeps = at >= 0 and at < rows and at != null_index
+            row = Int64(at)
+        return row, keeps
+
+    @cute.jit
+    def kept_at(self, t: cutlass.Constexpr, asked, row, keeps, length, sizes, null_index: Int32):
+        """Of a kernel that reads slots by rows: the slot, or the row of `intermediate`, for the state after token t, and whether there is
+        one; row, keeps: what `kept_row` gave.
+        """
+        to = row
+        ok = keeps
+        if const_expr(self.intermediate == "slots"):
+            to = self.of_row(asked.row, Int32(t))
+            ok = (
+                t < sizes.columns
+                and t < length
+                and to >= 0
+                and to < sizes.slots
+                and to != null_index
+            )
+        elif const_expr(self.intermediate != "none"):
+            ok = keeps and t < sizes.steps and t < length
+        return to, ok
+
+    def kept_head(self, state, intermediate, to, t: int, hv):
+        """A head's state after token t, in memory, at what `kept_at` gave."""
+        if self.intermediate == "slots":
+            return state[Int64(to), hv, None, None]
+        return intermediate[to, Int64(t), hv, None, None]
+
+    @cute.jit
+    def parameters(self, A_log, A_shared, dt_shared, hq, hv):
+        """The head's row of A_log and of dt_bias: one a value head or, of KDA, one a q/k head."""
+        ah = hv
+        dh = hv
+        if const_expr(A_log is not None and self.per_k):
+            if A_shared:
+                ah = hq
+            if dt_shared:
+                dh = hq
+        return ah, dh
+
+    @cute.jit
+    def head_gate(self, A_log, dt_bias, A_shared, dt_shared, hq, hv):
+        """Issues the loads of a head's A and bias, 0 where gates have none; of KDA, whose bias is one a key, gives its row of dt_bias."""
+        ah, dh = self.parameters(A_log, A_shared, dt_shared, hq, hv)
+        A = F32(0.0) if const_expr(A_log is None) else A_log[ah].to(F32)
+        bias = F32(0.0) if const_expr(dt_bias is None or self.per_k) else dt_bias[dh].to(F32)
+        return A, bias, dh
+
+    @cute.jit
     def span_of(self, n, cu_seqlens, tokens: Int32):
         """Where a request's tokens lie, row of q and first token there, and how many there are."""
         ni = n
@@ -186,20 +362,29 @@ class Decode:
         if const_expr(self.ragged):
             ni = Int32(0)
             t0 = cutlass.min(cutlass.max(cu_seqlens[n], 0), tokens)
-            length = cutlass.max(cutlass.min(cutlass.min(cu_seqlens[n + 1], tokens) - t0, self.tokens), 0)
+            length = cutlass.max(
+                cutlass.min(cutlass.min(cu_seqlens[n + 1], tokens) - t0, self.tokens), 0
+            )
         return ni, t0, length
 
     @cute.jit
     def zero_rows(self, output, ni, t0, length, hv, v0, tid):
         """Padding's output rows are zero."""
         for e in cutlass.range(tid, length * self.tile_v, self.threads, unroll=1):
-            output[ni, t0 + e // self.tile_v, hv, v0 + e % self.tile_v] = F32(0.0).to(output.element_type)
+            output[ni, t0 + e // self.tile_v, hv, v0 + e % self.tile_v] = F32(0.0).to(
+                output.element_type
+            )
 
 
 def fakes(facts: dict) -> list:
     """Stand-ins for the arguments: dtypes, ranks, tied sizes and what must be contiguous; None for what the contract lacks."""
     K, V = facts["K"], facts["V"]
-    per_k, pool, ragged, kept = facts["op"] == "kda_decode", facts["pool"], facts["ragged"], facts["intermediate"]
+    per_k, pool, ragged, kept = (
+        facts["op"] == "kda_decode",
+        facts["pool"],
+        facts["ragged"],
+        facts["intermediate"],
+    )
     update = facts["mode"] == "update"
     x, s = DTYPES[facts["input_dtype"]], DTYPES[facts["state_dtype"]]
     a, b = DTYPES[facts["gate_dtype"]], DTYPES[facts["beta_dtype"]]
@@ -222,9 +407,16 @@ def fakes(facts: dict) -> list:
         return tensor(dtype, shape, tuple(cute.sym_int() for _ in shape), dtype.width // 8)
 
     def rows(dtype, heads, width, e16):
-        return tensor(dtype, (N, T, heads, width), (stride(divisibility=e16), stride(divisibility=e16), width, 1), 16)
+        return tensor(
+            dtype,
+            (N, T, heads, width),
+            (stride(divisibility=e16), stride(divisibility=e16), width, 1),
+            16,
+        )
 
-    state = tensor(s, (slots, HV, *tile), (stride(divisibility=e), tile[0] * tile[1], tile[1], 1), 16)
+    state = tensor(
+        s, (slots, HV, *tile), (stride(divisibility=e), tile[0] * tile[1], tile[1], 1), 16
+    )
     if per_k:
         gate = rows(a, HV, K, 16 // (a.width // 8))
     else:
@@ -235,7 +427,11 @@ def fakes(facts: dict) -> list:
         A, d = DTYPES[facts["A_log_dtype"]], DTYPES[facts["dt_bias_dtype"]]
         heads = cute.sym_int() if per_k else HV
         A_log = tensor(A, (heads,), (1,), A.width // 8)
-        dt_bias = tensor(d, (cute.sym_int(), K), (K, 1), 16) if per_k else tensor(d, (HV,), (1,), d.width // 8)
+        dt_bias = (
+            tensor(d, (cute.sym_int(), K), (K, 1), 16)
+            if per_k
+            else tensor(d, (HV,), (1,), d.width // 8)
+        )
     slot_index = None
     if kept == "indexed":
         slot_index = index(B)
@@ -244,7 +440,12 @@ def fakes(facts: dict) -> list:
     buffer = None
     if kept in ("dense", "indexed"):
         shape = (cute.sym_int(), cute.sym_int(), HV, *tile)
-        buffer = tensor(s, shape, (stride(divisibility=e), stride(divisibility=e), tile[0] * tile[1], tile[1], 1), 16)
+        buffer = tensor(
+            s,
+            shape,
+            (stride(divisibility=e), stride(divisibility=e), tile[0] * tile[1], tile[1], 1),
+            16,
+        )
     return [
         state,
         rows(x, H, K, x16),
@@ -264,11 +465,19 @@ def fakes(facts: dict) -> list:
     ]
 
 
-def compiled(kernel: Decode, facts: dict, options: str, prefix: str):
-    """A kernel's compiled function, for the architecture that CUTE_DSL_ARCH names; profilers show `prefix`."""
+# what a call's scalars are stood in for by: five fp32, null_index, use_qk_l2norm
+SCALARS = (*[F32(1.0)] * 5, Int32(-1), Int32(1))
+
+
+def made(kernel: Decode, entry, arguments, options: str, prefix: str):
+    """`entry` compiled for stand-ins of its arguments and, behind them, a stream, for the architecture that CUTE_DSL_ARCH names;
+    profilers show `prefix`.
+    """
     kernel.kernel.set_name_prefix(prefix, remove_cutlass_symbol=True, keep_mangled_name=False)
-    scalars = [F32(1.0)] * 5 + [Int32(-1), Int32(1)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(
-        kernel.gated_delta_rule_decode, *fakes(facts), *scalars, stream, options=f"--enable-tvm-ffi {options}"
-    )
+    return cute.compile(entry, *arguments, stream, options=f"--enable-tvm-ffi {options}")
+
+
+def compiled(kernel: Decode, facts: dict, options: str, prefix: str):
+    """A decode kernel's compiled function, as `made` gives it."""
+    return made(kernel, kernel.gated_delta_rule_decode, [*fakes(facts), *SCALARS], options, prefix)

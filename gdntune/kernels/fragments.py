@@ -1,4 +1,4 @@
-"""What tensor-core kernels share: mma operands as views of registers, matrices from shared memory, bf16 terms, sums over a warp.
+"""What tensor-core kernels share: mma operands as views of registers, matrices from shared memory, bf16 terms.
 
 Lanes of a warp, in mma's terms: g = lane / 4 is a row of an operand, c = lane % 4 a place along it.
 """
@@ -6,7 +6,6 @@ Lanes of a warp, in mma's terms: g = lane / 4 is a row of an operand, c = lane %
 import dataclasses
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import warp
@@ -108,28 +107,12 @@ def split(both):
     return word
 
 
-def bfly(x, distance: int):
-    """The lane's at a distance."""
-    return cute.arch.shuffle_sync_bfly(x, offset=distance, mask=-1, mask_and_clamp=31)
-
-
-def at_lane(x, lane):
-    """A lane's x, in all lanes."""
-    return cute.arch.shuffle_sync(x, offset=lane, mask=-1, mask_and_clamp=31)
-
-
-def sum_over_lanes(x, n: int, lane) -> None:
-    """x[0] becomes the warp's sum of value lane >> (5 - log2 n) of n, a power of two: halves are exchanged, so that n sums take n
-    shuffles and not 5 n.
-    """
-    for s in range(5):
-        distance = 16 >> s
-        half = n >> (s + 1)
-        if half:
-            upper = (lane & distance) != 0
-            for i in range(half):
-                low, high = x[i], x[half + i]
-                given = cutlass.select_(upper, low, high)
-                x[i] = cutlass.select_(upper, high, low) + bfly(given, distance)
-        else:
-            x[0] = x[0] + bfly(x[0], distance)
+def terms_of(pairs: list, count: int) -> list:
+    """Pairs of fp32 as `count` operands of bf16 that add up to them, side by side in registers; what is left stays in the pairs."""
+    found = []
+    for _ in range(count):
+        x = registers(2 * len(pairs), BF)
+        for n, both in enumerate(pairs):
+            cute.autovec_copy(split(both), pair(x, 2 * n))
+        found.append(x)
+    return found

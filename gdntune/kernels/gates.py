@@ -45,7 +45,9 @@ def softplus_of_many(x: Float32, beta: Float32, threshold: Float32):
     series = Float32(0.14095773)
     for c in (0.13978833, 0.20012557, 0.33333155, 1.0):
         series = series * w + Float32(c)
-    result = (cute.arch.fmax(scaled, Float32(0.0)) + z * series * Float32(2.0)) * cute.arch.rcp_approx(beta)
+    result = (
+        cute.arch.fmax(scaled, Float32(0.0)) + z * series * Float32(2.0)
+    ) * cute.arch.rcp_approx(beta)
     if scaled > threshold:
         result = x
     return result
@@ -58,7 +60,15 @@ def rate(A_log):
 
 
 @cute.jit
-def decay(kind, x: Float32, A_log, dt_bias, softplus_beta: Float32, threshold: Float32, lower_bound: Float32):
+def decay(
+    kind,
+    x: Float32,
+    A_log,
+    dt_bias,
+    softplus_beta: Float32,
+    threshold: Float32,
+    lower_bound: Float32,
+):
     """The factor exp(log decay) for one head, or one key dimension of it; A_log and dt_bias are None where kind is `log`."""
     g = x
     if const_expr(kind == "raw"):

@@ -18,9 +18,10 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from gdntune.kernels import decode, layer_norm, recurrent
+from gdntune.kernels.decode import Operands, Options
 from gdntune.kernels.layer_conv import Conv
 from gdntune.kernels.layer_norm import Norm
-from gdntune.kernels.recurrent import Block, Gate, Kept, Operands, Options, Read, Thread
+from gdntune.kernels.recurrent_parts import Block, Gate, Kept, Read, Thread
 
 F32 = Float32
 # More elements than any row has: a view's last dimension is no bound.

@@ -1,16 +1,24 @@
-"""Gated delta rule decode of drafts behind a ring of corrections: the state is read once, and written where the ring is folded in.
+"""Gated delta rule decode of drafts behind a ring of corrections, GDN, on tensor cores.
 
-A ring keeps of each accepted token that the state lacks its key k_i as it came, x_i = u_i / |k_i| and its decay. With L of them, F_i the
-product of the decays behind entry i and R that of all,
+A verified draft would write a state a token; here the state is read once a call, and written only
+where the ring is folded into it. Instead a ring keeps of each accepted token that the state lacks
+its key k_i as it came, x_i = u_i / |k_i| and its decay. A block has `rows` times `warps` rows of V
+of one head, and its warps all of K. With L entries, F_i the product of the decays behind entry i
+and R that of all,
 
-    S_L = R S0 + sum_i F_i x_i k_i^T                    the state that the call starts from; never formed, unless it is folded
-    P'  = S_L [k, q]^T = R S0 [k, q]^T + x (F G)^T      G = [k, q] k_ring^T
-    y_t = beta_t / |k_t| (v_t - D_t P'_k[t] / |k_t|)    what a token's correction would be, were there none in this call
-    x   = W y,   o = D P'_q + C W y                     W = (I + diag(beta / |k|^2) tril(k k^T, -1))^-1,  C = tril(q k^T), with decays
+    S_L = R S0 + sum_i F_i x_i k_i^T                 what the call starts from; formed in a fold alone
+    P'  = S_L [k, q]^T = R S0 [k, q]^T + x (F G)^T   G = [k, q] k_ring^T
+    y_t = beta_t / |k_t| (v_t - D_t P'_k[t] / |k_t|) a token's correction, were it alone in the call
+    x   = W y,   o = D P'_q + C W y
+    W   = (I + diag(beta / |k|^2) tril(k k^T, -1))^-1,   C = tril(q k^T), both with decays
 
-All rows of V are multiplied by the same F G, W and C W, which a block works out while the state is on its way. What is left behind the
-state is a chain of products on tensor cores, rows of V by tokens: sums of one lie in registers as the next one's operand does, so that
-nothing of a row meets shared memory.
+It is the WY form of the delta rule (arXiv 2406.06484) with the ring's tokens as a chunk before the
+call's. It is the kernel of contracts with a ring; GDN has no other on GPUs.
+
+All rows of V are multiplied by the same F G, W and C W, which a block works out while the state is
+on its way. What is left behind the state is a chain of products on tensor cores, rows of V by
+tokens: sums of one lie in registers as the next one's operand does, so that nothing of a row meets
+shared memory.
 """
 
 import dataclasses
@@ -23,7 +31,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from gdntune.kernels import fragments as fr
-from gdntune.kernels import gates
+from gdntune.kernels.decode import Options
 from gdntune.kernels.ring_call import compiled
 from gdntune.kernels.ring_rows import Chance
 from gdntune.kernels.ring_tokens import MATRIX, RingTokens
@@ -149,6 +157,15 @@ class Ring(RingTokens):
         heads: cute.FastDivmodDivisorV2, slots: Int32, tokens: Int32, ring_rows: Int32, ring_seed, later,
         output_gate, norm_weight, norm_eps,
     ):  # fmt: skip
+        options = Options(
+            scale,
+            softplus_beta,
+            softplus_threshold,
+            lower_bound,
+            beta_scale,
+            null_index,
+            use_qk_l2norm,
+        )
         th = fr.Thread.here()
         vt, hv, n = self.place()
         hq, within = divmod(hv, heads)
@@ -170,8 +187,7 @@ class Ring(RingTokens):
         row0 = v0 + cutlass.min(th.warp, self.row_warps - 1) * (self.rows * self.passes)
 
         # what does not hang on the slot is loaded while the slot's index is on its way
-        A = F32(0.0) if const_expr(A_log is None) else A_log[hv].to(F32)
-        bias = None if const_expr(dt_bias is None) else dt_bias[hv].to(F32)
+        A, bias, _ = self.head_gate(A_log, dt_bias, None, None, hq, hv)
         loaded = self.stage.load(k, q, span, hq, th.tid)
         ga, gb = self.load_gates(a, b, span, hv, th.lane)
         cute.arch.sync_warp()
@@ -232,9 +248,7 @@ class Ring(RingTokens):
                 folds = live.count >= cutlass.min(flush_min, self.ring + 1 - tokens)
                 appended = cutlass.select_(append != 0, tokens, Int32(0))
                 beta = cutlass.select_(th.lane < tokens, self.beta_of(gb, beta_scale), F32(0.0))
-                decay = gates.decay(
-                    self.gate, ga, A, bias, softplus_beta, softplus_threshold, lower_bound
-                )
+                decay = self.decay_of(ga, A, bias, options)
                 decay = cutlass.select_(th.lane < tokens, decay, F32(1.0))
                 self.stage.fill(loaded, o, th.tid)
                 if vt == 0:

@@ -1,5 +1,5 @@
-"""What the kernels behind a ring of corrections share: a request's window, stand-ins for what they take beside a decode kernel's tensors,
-and the compiled function.
+"""What the kernels behind a ring of corrections share: a request's window, stand-ins for what they take
+beside a decode kernel's tensors, and the compiled function.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 
 from gdntune.kernels import decode
 
@@ -20,6 +20,15 @@ class Live:
     base: Any
     count: Any
     rows: Any
+
+    @classmethod
+    def clamped(cls, base, count, rows, most: int) -> "Live":
+        """The window that a request names, within a ring of `rows` that keeps `most` entries: no count reaches memory beyond it."""
+        return cls(
+            cutlass.min(cutlass.max(base, 0), rows - 1),
+            cutlass.min(cutlass.max(count, 0), cutlass.min(rows, most)),
+            rows,
+        )
 
     def place(self, i):
         """The row of entry i; those behind the live ones are where new tokens go."""
@@ -63,13 +72,12 @@ def seed_of(facts: dict):
     return make_fake_tensor(Int32, (2,), (1,), assumed_align=4)
 
 
+def arguments(facts: dict, tensors: list) -> list:
+    """Stand-ins for all that a call behind a ring has but its stream; tensors: those of a decode kernel."""
+    return [*tensors, *decode.SCALARS, *fakes(facts, tensors), Int32(1), Int32(1), seed_of(facts)]
+
+
 def compiled(ring, facts: dict, options: str, prefix: str):
     """The function of a kernel's setting, for the architecture that CUTE_DSL_ARCH names; profilers show `prefix`."""
-    ring.kernel.set_name_prefix(prefix, remove_cutlass_symbol=True, keep_mangled_name=False)
-    tensors = decode.fakes(facts)
-    scalars = [Float32(1.0)] * 5 + [Int32(-1), Int32(1)]
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(
-        ring.gated_delta_rule_ring, *tensors, *scalars, *fakes(facts, tensors), Int32(1), Int32(1), seed_of(facts), stream,
-        options=f"--enable-tvm-ffi {options}",
-    )  # fmt: skip
+    given = arguments(facts, decode.fakes(facts))
+    return decode.made(ring, ring.gated_delta_rule_ring, given, options, prefix)

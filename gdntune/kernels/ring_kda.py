@@ -1,12 +1,15 @@
-"""Kimi Delta Attention of drafts behind a ring: the state is read once, and written where the ring is folded in.
+"""Kimi Delta Attention of drafts behind a ring of corrections, token after token on CUDA cores.
 
-A ring keeps of each accepted token that the state lacks its key k_i as it came, x_i = u_i / |k_i| and its decays, one a key. With F_i the
-product of the decays behind entry i and R that of all, key by key,
+The state is read once a call, and written only where the ring is folded into it. A ring keeps of
+each accepted token that the state lacks its key k_i as it came, x_i = u_i / |k_i| and its decays,
+one a key. With F_i the product of the decays behind entry i and R that of all, key by key,
 
-    S <- R S + sum_i x_i (F_i k_i)^T                             in registers, from where it is stored where the ring is folded
-    then token after token as in `recurrent`
+    S <- R S + sum_i x_i (F_i k_i)^T
 
-F is formed by products from the newest entry on, never by a quotient, so that nothing overflows at any gate.
+in registers, from where it is stored in a fold; then token after token as in `recurrent`, whose
+block and threads it has: `tile_v` rows of V a block, RV rows by RK key positions a thread. It is
+the one kernel on GPUs for KDA's contracts with a ring. F is formed by products from the newest
+entry on, never by a quotient, so that nothing overflows at any gate.
 """
 
 import dataclasses
@@ -18,8 +21,11 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from gdntune.kernels import decode, rounding
-from gdntune.kernels.recurrent import Block, Operands, Options, Recurrent, Thread, widen
+from gdntune.kernels import decode, rounding, shuffles
+from gdntune.kernels.decode import Operands, Options
+from gdntune.kernels.recurrent import Recurrent
+from gdntune.kernels.recurrent_parts import Block
+from gdntune.kernels.recurrent_rows import widen
 from gdntune.kernels.ring_call import Live, compiled
 
 F32 = Float32
@@ -147,10 +153,7 @@ class RingKDA(Recurrent):
                 sk = F32(0.0)
                 for j in cutlass.range_constexpr(self.K // 32):
                     sk += read.k[r, j].to(F32) * read.k[r, j].to(F32)
-                for s in cutlass.range_constexpr(5):
-                    sk += cute.arch.shuffle_sync_bfly(
-                        sk, offset=16 >> s, mask=-1, mask_and_clamp=31
-                    )
+                (sk,) = shuffles.sums((sk,))
                 _, ik = self.norms(sk, sk, options.scale, options.use_qk_l2norm)
                 if tid % 32 == 0:
                     stage.scalars[t, 3] = ik
@@ -175,16 +178,12 @@ class RingKDA(Recurrent):
     def fold(self, fh, replay: Replay, fk, count, row, lane):
         """fh <- R fh + sum_i x_i (F_i k_i)^T of a thread's rows, the first of which is the tile's row-th."""
         self.read_key(replay.total, fk, lane)
-        for i in cutlass.range_constexpr(self.RV):
-            for j in cutlass.range_constexpr(self.RK):
-                fh[i, j] = fh[i, j] * fk[j]
+        self.decay_keys(fh, fk)
         x = cute.make_rmem_tensor((self.RV,), F32)
         for e in cutlass.range(count, unroll=2):
             self.read_key(replay.k[e, None], fk, lane)
             cute.autovec_copy(cute.local_tile(replay.u[e, None], (self.RV,), (row // self.RV,)), x)
-            for i in cutlass.range_constexpr(self.RV):
-                for j in cutlass.range_constexpr(self.RK):
-                    fh[i, j] = fh[i, j] + x[i] * fk[j]
+            self.add_outer(fh, x, fk)
 
     def flat(self, x):
         """A fragment's registers one after the other."""
@@ -215,18 +214,9 @@ class RingKDA(Recurrent):
     def token(self, fh, rv, token, inverse, unit, thread, o, kept, keeps):
         """One token on the elements in fh, as `advance`; its corrections over |k| to `kept`, if it `keeps` them."""
         fq, fk, fg, _, beta, kq = token
-        for i in cutlass.range_constexpr(self.RV):
-            for j in cutlass.range_constexpr(self.RK):
-                fh[i, j] = fh[i, j] * fg[j]
+        self.decay_keys(fh, fg)
         sums = cute.make_rmem_tensor((2 * self.RV,), F32)
-        for i in cutlass.range_constexpr(self.RV):
-            x = F32(0.0)
-            y = F32(0.0)
-            for j in cutlass.range_constexpr(self.RK):
-                x += fh[i, j] * fk[j]
-                y += fh[i, j] * fq[j]
-            sums[2 * i] = x
-            sums[2 * i + 1] = y
+        self.both_sums(fh, fq, fk, sums)
         self.reduce(sums, self.RV, 2 * self.RV, None, 0, thread)
         ro = cute.make_rmem_tensor((self.own,), o.element_type)
         ru = cute.make_rmem_tensor((self.own,), self.u_dtype)
@@ -238,9 +228,7 @@ class RingKDA(Recurrent):
             wo[i] = u
         w = cute.make_rmem_tensor((self.RV,), F32)
         self.hand_round(wo, w, thread.home)
-        for i in cutlass.range_constexpr(self.RV):
-            for j in cutlass.range_constexpr(self.RK):
-                fh[i, j] = fh[i, j] + w[i] * fk[j]
+        self.add_outer(fh, w, fk)
         if thread.lane % self.alike == 0:
             cute.autovec_copy(ro, cute.local_tile(o, (self.own,), (unit,)))
             if keeps:
@@ -289,22 +277,8 @@ class RingKDA(Recurrent):
         heads: cute.FastDivmodDivisorV2, slots: Int32, tokens: Int32, ring_rows: Int32, A_shared, dt_shared, ring_seed,
     ):  # fmt: skip
         x = Operands(
-            state,
-            q,
-            k,
-            v,
-            a,
-            b,
-            A_log,
-            dt_bias,
-            read_index,
-            write_index,
-            None,
-            None,
-            None,
-            None,
-            output,
-        )
+            state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, None, None, None, None, output
+        )  # fmt: skip
         options = Options(
             scale,
             softplus_beta,
@@ -318,9 +292,7 @@ class RingKDA(Recurrent):
         vt, hv, n = self.place()
         lane, group = self.thread(tid)
         hq, within = divmod(hv, heads)
-        part = lane % self.lanes // self.alike
-        home = tid % 32 - lane if const_expr(self.k_last) else tid % self.step
-        thread = Thread(tid, lane, group, part, home)
+        thread = self.stand(tid, lane, group)
         slot, write_slot = self.slots_of(n, read_index, write_index, None, None, None)
         base = ring_base[n]
         count = ring_count[n]
@@ -335,14 +307,10 @@ class RingKDA(Recurrent):
         if live:
             source = state[Int64(slot), hv, None, None]
             raw = self.fragment(self.state_dtype)
-            self.copy_rows(source, raw, block.v0 + group * self.RV, lane, False)
+            self.copy_rows(source, raw, block.v0 + thread.group * self.RV, thread.lane, False)
             # what follows does not move across this: it would wait for k before the state is asked for
             cute.arch.sync_warp()
-            window = Live(
-                cutlass.min(cutlass.max(base, 0), ring_rows - 1),
-                cutlass.min(cutlass.max(count, 0), cutlass.min(ring_rows, self.ring)),
-                ring_rows,
-            )
+            window = Live.clamped(base, count, ring_rows, self.ring)
             e = Entries(
                 ring_k[Int64(slot), Int64(hq), None, None], ring_u[Int64(slot), Int64(hv), None, None],
                 ring_decay[Int64(slot), Int64(hv), None, None], window, cutlass.select_(append != 0, tokens, Int32(0)),

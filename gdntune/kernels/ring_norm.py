@@ -1,7 +1,8 @@
 """Drafts behind a ring of corrections with a layer's gated RMSNorm behind them, in one launch.
 
-The delta rule is `ring`'s, whose block here has all of a head's V. It leaves its outputs in shared memory, in fp32; behind one barrier,
-after the state's stores, each warp normalises tokens as `layer_norm` does for a layer's step.
+The delta rule is `ring`'s, whose block here has all of a head's V. It leaves its outputs in shared
+memory, in fp32; behind one barrier, after the state's stores, each warp normalises tokens as
+`layer_norm` does for a layer's step. It saves the norm's launch and its pass over the outputs.
 """
 
 from typing import Any, NamedTuple
@@ -9,7 +10,6 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_stream
 
 from gdntune.kernels import decode, layer, layer_norm, ring_call
 from gdntune.kernels.layer_norm import Norm
@@ -98,13 +98,7 @@ class RingNorm(Ring):
 def compile(facts: dict, knobs: dict, options: str, prefix: str):
     """The compiled function of one setting, for the architecture that CUTE_DSL_ARCH names; profilers show `prefix`."""
     ring = RingNorm(facts, knobs)
-    ring.kernel.set_name_prefix(prefix, remove_cutlass_symbol=True, keep_mangled_name=False)
     tensors = decode.fakes(facts)
     gate, weight, _ = layer.fakes({**facts, "conv": "none"}, tensors)
-    scalars = [F32(1.0)] * 5 + [Int32(-1), Int32(1)]
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(
-        ring.gated_delta_rule_ring_norm, *tensors, *scalars, *ring_call.fakes(facts, tensors), Int32(1), Int32(1),
-        ring_call.seed_of(facts), gate, weight, F32(1.0), stream,
-        options=f"--enable-tvm-ffi {options}",
-    )  # fmt: skip
+    given = [*ring_call.arguments(facts, tensors), gate, weight, F32(1.0)]
+    return decode.made(ring, ring.gated_delta_rule_ring_norm, given, options, prefix)

@@ -105,13 +105,7 @@ class RingRows(RingWindow):
         words = [
             fr.wide(fr.pair(held.x, at + n % 2 * next_octet + n // 2 * 2), 2) for n in range(4)
         ]
-        found = []
-        for _ in range(self.state_terms):
-            a = fr.registers(8, BF)
-            for n in range(4):
-                cute.autovec_copy(fr.split(words[n]), fr.pair(a, 2 * n))
-            found.append(fr.operand_a(a))
-        return found
+        return [fr.operand_a(a) for a in fr.terms_of(words, self.state_terms)]
 
     def fold(self, state, x: Corrected, goal, chance, row0, th) -> None:
         """S_L, rounded, to `goal`: rows whose keys lie side by side as soon as 16 bytes of them are there."""

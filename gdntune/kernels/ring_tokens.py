@@ -4,11 +4,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
-from gdntune.kernels import decode
+from gdntune.kernels import decode, shuffles
 from gdntune.kernels import fragments as fr
 from gdntune.kernels.ring_rows import RingRows
 from gdntune.kernels.ring_window import TERMS, Corrected
-from gdntune.kernels.wy_block import HIGHEST_ORDER
+from gdntune.kernels.wy_block_rows import HIGHEST_ORDER
 
 F32, BF = Float32, BFloat16
 # of a token's own correction and of W and C W: with two, an output was off by 1.08 of the tolerance on an H200
@@ -34,10 +34,7 @@ class RingTokens(RingRows):
         """
         if th.warp == self.shape.warps - 1:
             N = const_expr(self.shape.N)
-            upto = decay
-            for i in cutlass.range_constexpr(N.bit_length() - 1):
-                x = fr.at_lane(upto, cutlass.max(th.lane - (1 << i), 0))
-                upto = cutlass.select_(th.lane >= (1 << i), upto * x, upto)
+            upto, _, _ = shuffles.products(decay, N, th.lane, after=False)
             t = cutlass.min(th.lane, self.tokens - 1)
             norms = use_qk_l2norm != 0
             ik = cute.math.rsqrt(o.squares[0, t] + F32(decode.EPSILON), fastmath=True)

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
-from gdntune.kernels import decode, l2
+from gdntune.kernels import decode, l2, shuffles
 from gdntune.kernels import fragments as fr
 from gdntune.kernels.ring_call import Live
 from gdntune.kernels.wy_block import WYBlock
@@ -58,11 +58,7 @@ class RingWindow(WYBlock):
 
     def window(self, base, count, ring_rows) -> Live:
         """A request's window, clamped to what a ring has."""
-        return Live(
-            cutlass.min(cutlass.max(base, 0), ring_rows - 1),
-            cutlass.min(cutlass.max(count, 0), cutlass.min(ring_rows, self.ring)),
-            ring_rows,
-        )
+        return Live.clamped(base, count, ring_rows, self.ring)
 
     @cute.jit
     def load_decay(self, decay, live, lane):
@@ -74,13 +70,8 @@ class RingWindow(WYBlock):
 
     def behind(self, decay, lane):
         """Lane i of the first `ring`: the product of the decays behind entry i; and that of all, in every lane."""
-        x = decay
-        for n in range(self.ring.bit_length() - 1):
-            d = 1 << n
-            y = fr.at_lane(x, cutlass.min(lane + d, 31))
-            x = cutlass.select_(lane + d < self.ring, x * y, x)
-        after = fr.at_lane(x, cutlass.min(lane + 1, 31))
-        return cutlass.select_(lane + 1 >= self.ring, F32(1.0), after), fr.at_lane(x, 0)
+        _, after, total = shuffles.products(decay, self.ring, lane, upto=False)
+        return after, shuffles.at_lane(total, 0)
 
     @cute.jit
     def load_keys(self, k, live, th):
@@ -171,7 +162,7 @@ class RingWindow(WYBlock):
         s = self.shape
         found = [fr.registers(2 * self.slices * TERMS * 2, BF) for _ in range(self.token_columns)]
         for half in range(2 * self.slices):
-            factors = [fr.at_lane(after, 8 * half + 2 * th.c + e) for e in range(2)]
+            factors = [shuffles.at_lane(after, 8 * half + 2 * th.c + e) for e in range(2)]
             for tile in range(s.tiles):
                 sums = fr.registers(2 if s.packed else 4)
                 cute.autovec_copy(parts[0, half, tile, th.lane, None], sums)
@@ -220,7 +211,9 @@ class RingWindow(WYBlock):
 
     def factors_of(self, x: "Corrected", th):
         """F of entries 2c and 2c + 1 of each eight."""
-        return [fr.at_lane(x.after, n // 2 * 8 + 2 * th.c + n % 2) for n in range(4 * self.slices)]
+        return [
+            shuffles.at_lane(x.after, n // 2 * 8 + 2 * th.c + n % 2) for n in range(4 * self.slices)
+        ]
 
     def u_place(self, term: int, piece: int, octet: int) -> int:
         """Where an octet's registers begin: their halves along the entries are four elements apart."""

@@ -1,8 +1,10 @@
 """The floor: a kernel that loads and stores the bytes of a state and computes next to nothing.
 
-Forms: read; read and write in place (`update`); and a copy for each of `steps` tokens besides (`steps`). It is tuned over its own
-launch shapes like any kernel: measured on an H100, 256 threads win at one request and 128 at sixteen. `indexed`: over the slots that an
-index names, as a kernel with a pool has them; else over those from 0 on.
+Forms: read; read and write in place (`update`); and a copy for each of `steps` tokens besides
+(`steps`). A block moves `tile` elements, a thread `ilp` loads of `vec` at a time. It is tuned over
+its own launch shapes like any kernel: measured on an H100, 256 threads win at one request and 128 at
+sixteen. `indexed`: over the slots that an index names, as a kernel with a pool has them; else over
+those from 0 on.
 """
 
 import cutlass
@@ -29,9 +31,9 @@ class Stream:
     @cute.jit
     def stream_state(self, state, slots, intermediate, factor: Float32, sink, stream: CUstream):
         grid = (state.shape[1] // self.tile, slots.shape[0], 1)
-        self.kernel(state, slots if const_expr(self.indexed) else None, intermediate, factor, sink).launch(
-            grid=grid, block=(self.threads, 1, 1), stream=stream
-        )
+        self.kernel(
+            state, slots if const_expr(self.indexed) else None, intermediate, factor, sink
+        ).launch(grid=grid, block=(self.threads, 1, 1), stream=stream)
 
     @cute.jit
     def load(self, row, raw, first, tid):
@@ -89,7 +91,10 @@ def compile(facts: dict, knobs: dict, options: str, prefix: str):
     align = 16 // (kernel.dtype.width // 8)
     B, width = cute.sym_int(symbol="B"), cute.sym_int(symbol="elements", divisibility=knobs["tile"])
     state = make_fake_tensor(
-        kernel.dtype, (cute.sym_int(), width), (cute.sym_int64(divisibility=align), 1), assumed_align=16
+        kernel.dtype,
+        (cute.sym_int(), width),
+        (cute.sym_int64(divisibility=align), 1),
+        assumed_align=16,
     )
     intermediate = None
     if facts["steps"]:

@@ -1,27 +1,35 @@
-"""Gated delta rule decode of several tokens at once, on tensor cores: the WY form (chunked delta rule), for GDN.
+"""Gated delta rule decode of several tokens at once, GDN, on tensor cores, by warps that share nothing.
 
-With S0 the state before the call [V, K], F[t, i] the product of the decays of tokens i+1..t, D[t] that of all up to t:
+With S0 the state before the call [V, K], F[t, i] the product of the decays of tokens i+1..t, D[t]
+that of all up to t:
 
-    P   = [k, q] S0^T                                            tensor cores, the state going from memory to operand
-    u_t = beta_t (v_t - D_t P_k[t] - sum_(i<t) F[t, i] (k_i.k_t) u_i)      a thread a row of V
+    P   = [k, q] S0^T                                      tensor cores, memory to operand
+    u_t = beta_t (v_t - D_t P_k[t] - sum_(i<t) F[t, i] (k_i.k_t) u_i)    a thread a row of V
     o_t = D_t P_q[t] + sum_(i<=t) F[t, i] (k_i.q_t) u_i
-    S_T = D_T S0 + sum_i F[T, i] u_i k_i^T                       tensor cores, where the final state is kept
+    S_T = D_T S0 + sum_i F[T, i] u_i k_i^T                 tensor cores, if the state is kept
 
-A warp owns rows of V and all of K, `rows` at a time; nothing is shared between warps. Products are exact and sums fp32: k and q enter as
-they came, their norms are multiplied in afterwards; a state that is wider than they are is split into terms of their dtype; u F is split
-in two. F is formed as products of decays, never as a quotient, so that no decay overflows or cancels.
+It is the chunked form of the delta rule (arXiv 2406.06484, 2412.06464) of one chunk, whose state
+is read once for all tokens. A warp owns rows of V and all of K, `rows` at a time, and computes what
+depends on q, k and the gates for itself. On an H100 it was the fastest with bf16 states from four
+tokens on, or from two that only read; on an H200 `wy_block`, tried beside it, leads nearly
+everywhere.
 
-Lanes of a warp, in mma's terms: g = lane / 4 is a row of an operand, c = lane % 4 a place along it. The contraction over K is permuted,
-for S0, k and q alike, so that a thread reads and writes 16 bytes of the state that lie side by side.
+Products are exact and sums fp32: k and q enter as they came, their norms are multiplied in
+afterwards; a state that is wider than they are is split into terms of their dtype; u F is split in
+two. F is formed as products of decays, never as a quotient, so that no decay overflows or cancels.
+
+Lanes of a warp, in mma's terms: g = lane / 4 is a row of an operand, c = lane % 4 a place along it.
+The contraction over K is permuted, for S0, k and q alike, so that a thread reads and writes 16 bytes
+of the state that lie side by side.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from gdntune.kernels import decode, gates, transpose
+from gdntune.kernels import decode, shuffles, transpose
+from gdntune.kernels import fragments as fr
 
 F32 = Float32
 
@@ -45,28 +53,9 @@ class WY(decode.Decode):
         self.runs = self.K // (4 * self.vec)
         self.steps = self.vec // 4
 
-    def atom(self):
-        return cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, F32, (16, 8, 16)))
-
     def run_at(self, n, r, h=0):
         """Where run r of row or token n lies in a thread's registers, and in it product h."""
         return (n * self.runs + r) * self.vec + 4 * h
-
-    def operand_a(self, x, offset):
-        """A's registers of one product: two along K for row g, then for row g + 8, then the next two of each."""
-        return cute.make_tensor(x.iterator + offset, cute.make_layout(((2, 2, 2),), stride=((1, 2, 4),)))
-
-    def operand_b(self, x, offset):
-        """B's registers of one product, for column g."""
-        return cute.make_tensor(x.iterator + offset, cute.make_layout(((2, 2),), stride=((1, 2),)))
-
-    def accumulator(self, x, offset):
-        """Rows g and g + 8, columns 2c and 2c + 1."""
-        return cute.make_tensor(x.iterator + offset, cute.make_layout(((2, 2),), stride=((1, 2),)))
-
-    def pair(self, x, offset):
-        """Two neighbours in registers: as one word they stay one register, taken singly they become two."""
-        return cute.make_tensor(x.iterator + offset, cute.make_layout((2,)))
 
     @cute.jit
     def read_keys(self, source, ni, t0, length, hq, g, c, target):
@@ -78,7 +67,9 @@ class WY(decode.Decode):
                 row = source[ni, t0 + t, hq, None]
                 for r in cutlass.range_constexpr(self.runs):
                     run = cute.local_tile(row, (self.vec,), (4 * r + c,))
-                    cute.autovec_copy(run, cute.local_tile(target, (self.vec,), (n * self.runs + r,)))
+                    cute.autovec_copy(
+                        run, cute.local_tile(target, (self.vec,), (n * self.runs + r,))
+                    )
 
     @cute.jit
     def gather(self, rk, rq, rx):
@@ -89,8 +80,8 @@ class WY(decode.Decode):
                     for f in cutlass.range_constexpr(2):
                         x = const_expr(2 * self.run_at(n, r, h) + 4 * f)
                         y = const_expr(self.run_at(n, r, h) + 2 * f)
-                        cute.autovec_copy(self.pair(rk, y), self.pair(rx, x))
-                        cute.autovec_copy(self.pair(rq, y), self.pair(rx, x + 2))
+                        cute.autovec_copy(fr.pair(rk, y), fr.pair(rx, x))
+                        cute.autovec_copy(fr.pair(rq, y), fr.pair(rx, x + 2))
 
     @cute.jit
     def copy_state(self, tile, raw, row0, g, c, store: cutlass.Constexpr):
@@ -119,53 +110,45 @@ class WY(decode.Decode):
         for j in cutlass.range_constexpr(self.runs * self.vec):
             y = x[tile * self.runs * self.vec + j].to(F32)
             total += y * y
-        total += cute.arch.shuffle_sync_bfly(total, offset=1, mask=-1, mask_and_clamp=31)
-        total += cute.arch.shuffle_sync_bfly(total, offset=2, mask=-1, mask_and_clamp=31)
+        total += shuffles.bfly(total, 1)
+        total += shuffles.bfly(total, 2)
         return total
 
     @cute.jit
-    def at_lane(self, x: Float32, lane):
-        return cute.arch.shuffle_sync(x, offset=lane, mask=-1, mask_and_clamp=31)
-
-    @cute.jit
-    def products(self, decay: Float32, wl):
-        """Lane t of the first N: the product of the decays up to token t, and of those after it."""
-        upto = decay
-        after = decay
-        for s in cutlass.range_constexpr(self.N.bit_length() - 1):
-            d = const_expr(1 << s)
-            x = self.at_lane(upto, cutlass.max(wl - d, 0))
-            y = self.at_lane(after, cutlass.min(wl + d, 31))
-            if wl >= d:
-                upto = upto * x
-            if wl + d < self.N:
-                after = after * y
-        after = self.at_lane(after, cutlass.min(wl + 1, 31))
-        if wl + 1 >= self.N:
-            after = F32(1.0)
-        return upto, after
-
-    @cute.jit
     def write_coefficients(
-        self, rk, rq, rx, decay: Float32, beta: Float32, scale: Float32, use_qk_l2norm: Int32, wl, g, c, sL, sE, sT
+        self,
+        rk,
+        rq,
+        rx,
+        decay: Float32,
+        beta: Float32,
+        scale: Float32,
+        use_qk_l2norm: Int32,
+        wl,
+        g,
+        c,
+        sL,
+        sE,
+        sT,
     ):
         """What the rows' solution needs, to the warp's shared memory.
 
         sL [N, N]: beta_t F[t, i] k_i.k_t below the diagonal, sE [N, N]: F[t, i] k_i.q_t up to it, else zero; k normalised, q too
         and scaled. sT [N, 4]: of token t, beta, beta D and k's norm, D and q's, F[T, t] and k's. Gives D_T.
         """
-        atom = self.atom()
-        upto, after = self.products(decay, wl)
+        upto, after, _ = shuffles.products(decay, self.N, wl)
         iqs = cute.make_rmem_tensor((self.tiles,), F32)
         iks = cute.make_rmem_tensor((self.tiles,), F32)
         for n in cutlass.range_constexpr(self.tiles):
-            iqs[n], iks[n] = self.norms(self.square(rq, n), self.square(rk, n), scale, use_qk_l2norm)
+            iqs[n], iks[n] = self.norms(
+                self.square(rq, n), self.square(rk, n), scale, use_qk_l2norm
+            )
         for n in cutlass.range_constexpr(self.tiles):
             # row t of this thread, and what its token has
             t = 8 * n + g
-            beta_t = self.at_lane(beta, t)
-            upto_t = self.at_lane(upto, t)
-            after_t = self.at_lane(after, t)
+            beta_t = shuffles.at_lane(beta, t)
+            upto_t = shuffles.at_lane(upto, t)
+            after_t = shuffles.at_lane(after, t)
             if c == 0:
                 sT[t, 0] = beta_t
                 sT[t, 1] = beta_t * upto_t * iks[n]
@@ -175,20 +158,20 @@ class WY(decode.Decode):
                 both = cute.make_rmem_tensor((4,), F32)
                 both.fill(0.0)
                 if const_expr(j <= n):
-                    acc = self.accumulator(both, 0)
+                    acc = fr.accumulator(both, 0)
                     for r in cutlass.range_constexpr(self.runs):
                         for h in cutlass.range_constexpr(self.steps):
                             at = 2 * self.run_at(j, r, h)
                             k = cute.make_rmem_tensor((4,), self.dtype)
                             for f in cutlass.range_constexpr(2):
-                                cute.autovec_copy(self.pair(rx, at + 4 * f), self.pair(k, 2 * f))
-                            x = self.operand_a(rx, 2 * self.run_at(n, r, h))
-                            cute.mma_atom_call(atom, acc, x, self.operand_b(k, 0), acc)
+                                cute.autovec_copy(fr.pair(rx, at + 4 * f), fr.pair(k, 2 * f))
+                            x = fr.operand_a(rx, 2 * self.run_at(n, r, h))
+                            fr.mma(acc, x, fr.operand_b(k, 0))
                     for e in cutlass.range_constexpr(2):
                         i = 8 * j + 2 * c + e
-                        f = self.at_lane(iks[j], 4 * (2 * c + e))
+                        f = shuffles.at_lane(iks[j], 4 * (2 * c + e))
                         for s in cutlass.range_constexpr(8 * j + 1, 8 * n + 8):
-                            d = self.at_lane(decay, s)
+                            d = shuffles.at_lane(decay, s)
                             if s > i and s <= t:
                                 f = f * d
                         both[e] = both[e] * f * (beta_t * iks[n])
@@ -197,9 +180,13 @@ class WY(decode.Decode):
                             both[e] = F32(0.0)
                         if i > t:
                             both[2 + e] = F32(0.0)
-                cute.autovec_copy(self.pair(both, 0), cute.local_tile(sL[t, None], (2,), (4 * j + c,)))
-                cute.autovec_copy(self.pair(both, 2), cute.local_tile(sE[t, None], (2,), (4 * j + c,)))
-        return self.at_lane(upto, self.N - 1)
+                cute.autovec_copy(
+                    fr.pair(both, 0), cute.local_tile(sL[t, None], (2,), (4 * j + c,))
+                )
+                cute.autovec_copy(
+                    fr.pair(both, 2), cute.local_tile(sE[t, None], (2,), (4 * j + c,))
+                )
+        return shuffles.at_lane(upto, self.N - 1)
 
     @cute.jit
     def terms_of(self, raw, j: cutlass.Constexpr, r: cutlass.Constexpr, h: cutlass.Constexpr):
@@ -216,7 +203,6 @@ class WY(decode.Decode):
     @cute.jit
     def project(self, raw, rx, g, c, sP):
         """P of the warp's rows, to its shared memory sP [rows, 2N]: first k's, then q's."""
-        atom = self.atom()
         for j in cutlass.range_constexpr(self.octets):
             p = cute.make_rmem_tensor((self.tiles * 4,), F32)
             p.fill(0.0)
@@ -227,12 +213,12 @@ class WY(decode.Decode):
                         parts = self.terms_of(raw, j, r, h)
                     for s in cutlass.range_constexpr(self.terms):
                         if const_expr(self.terms > 1):
-                            b = self.operand_b(parts, 4 * s)
+                            b = fr.operand_b(parts, 4 * s)
                         else:
-                            b = self.operand_b(raw, self.run_at(j, r, h))
+                            b = fr.operand_b(raw, self.run_at(j, r, h))
                         for n in cutlass.range_constexpr(self.tiles):
-                            acc = self.accumulator(p, 4 * n)
-                            cute.mma_atom_call(atom, acc, self.operand_a(rx, 2 * self.run_at(n, r, h)), b, acc)
+                            acc = fr.accumulator(p, 4 * n)
+                            fr.mma(acc, fr.operand_a(rx, 2 * self.run_at(n, r, h)), b)
             for n in cutlass.range_constexpr(self.tiles):
                 for e in cutlass.range_constexpr(2):
                     sP[8 * j + 2 * c + e, 8 * n + g] = p[4 * n + e]
@@ -274,14 +260,15 @@ class WY(decode.Decode):
     @cute.jit
     def advance(self, raw, rx, total: Float32, sW, g, c):
         """The final state, rounded, in place of S0."""
-        atom = self.atom()
         pairs = const_expr(self.octets // 2)
         w = cute.make_rmem_tensor((pairs * self.tiles * 8,), self.dtype)
         for m in cutlass.range_constexpr(pairs):
             for n in cutlass.range_constexpr(self.tiles):
                 for half in cutlass.range_constexpr(2):
                     for f in cutlass.range_constexpr(2):
-                        pair = cute.local_tile(sW[16 * m + 8 * half + g, None], (2,), (8 * n + 4 * f + c,))
+                        pair = cute.local_tile(
+                            sW[16 * m + 8 * half + g, None], (2,), (8 * n + 4 * f + c,)
+                        )
                         at = (m * self.tiles + n) * 4 + 2 * f + half
                         cute.autovec_copy(pair, cute.local_tile(w, (2,), (at,)))
         for r in cutlass.range_constexpr(self.runs):
@@ -291,19 +278,19 @@ class WY(decode.Decode):
                 for n in cutlass.range_constexpr(self.tiles):
                     turned = transpose.pair(rx, 2 * self.run_at(n, r, i // 2) + i % 2 * 4)
                     for f in cutlass.range_constexpr(2):
-                        cute.autovec_copy(turned, self.pair(b, 4 * n + 2 * f))
+                        cute.autovec_copy(turned, fr.pair(b, 4 * n + 2 * f))
                 for m in cutlass.range_constexpr(pairs):
                     x = cute.make_rmem_tensor((4,), F32)
                     for half in cutlass.range_constexpr(2):
-                        y = self.pair(raw, self.run_at(2 * m + half, r) + 2 * i)
-                        self.pair(x, 2 * half).store(y.load().to(F32) * total)
-                    acc = self.accumulator(x, 0)
+                        y = fr.pair(raw, self.run_at(2 * m + half, r) + 2 * i)
+                        fr.pair(x, 2 * half).store(y.load().to(F32) * total)
+                    acc = fr.accumulator(x, 0)
                     for n in cutlass.range_constexpr(self.tiles):
-                        a = self.operand_a(w, (m * self.tiles + n) * 8)
-                        cute.mma_atom_call(atom, acc, a, self.operand_b(b, 4 * n), acc)
+                        a = fr.operand_a(w, (m * self.tiles + n) * 8)
+                        fr.mma(acc, a, fr.operand_b(b, 4 * n))
                     for half in cutlass.range_constexpr(2):
-                        y = self.pair(raw, self.run_at(2 * m + half, r) + 2 * i)
-                        y.store(self.pair(x, 2 * half).load().to(self.state_dtype))
+                        y = fr.pair(raw, self.run_at(2 * m + half, r) + 2 * i)
+                        y.store(fr.pair(x, 2 * half).load().to(self.state_dtype))
 
     @cute.jit
     def load_inputs(self, q, k, v, a, b, ni, t0, length, hq, hv, row0, row, wl, g, c):
@@ -323,46 +310,62 @@ class WY(decode.Decode):
         self.read_values(v, ni, t0, length, hv, row0 + row, rv)
         return rk, rq, ga, gb, rv
 
-    @cute.kernel
-    def kernel(
-        self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
-        scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
-        null_index: Int32, use_qk_l2norm: Int32, heads: cute.FastDivmodDivisorV2,
-        slots: Int32, tokens: Int32, columns, rows, steps, A_shared, dt_shared,
-    ):  # fmt: skip
+    @cute.jit
+    def work(self, call, options, sizes):
         tid, _, _ = cute.arch.thread_idx()
         vt, hv, n = self.place()
         wl = tid % 32
         w = tid // 32
         g = wl // 4
         c = wl % 4
-        hq, _ = divmod(hv, heads)
+        hq, _ = divmod(hv, sizes.heads)
         self.await_producer("first")
-        slot, write_slot = self.slots_of(n, read_index, write_index, slot_index, accepted, columns)
+        slot, write_slot = self.slots_of(
+            n, call.read_index, call.write_index, call.slot_index, call.accepted, sizes.columns
+        )
         # the state's address waits for this: nothing may be computed before it that does not serve it
         cute.arch.sync_warp()
-        ni, t0, length = self.span_of(n, cu_seqlens, tokens)
+        ni, t0, length = self.span_of(n, call.cu_seqlens, sizes.tokens)
 
         # what does not hang on the slot is loaded while the slot's index is on its way
         v0 = vt * self.tile_v
         row = wl % self.rows
         row0 = v0 + w * self.rows * self.passes
-        A = F32(0.0) if const_expr(A_log is None) else A_log[hv].to(F32)
-        bias = F32(0.0) if const_expr(dt_bias is None) else dt_bias[hv].to(F32)
+        A, bias, _ = self.head_gate(
+            call.A_log, call.dt_bias, sizes.A_shared, sizes.dt_shared, hq, hv
+        )
         early = None
         if const_expr(self.pdl != "state"):
-            early = self.load_inputs(q, k, v, a, b, ni, t0, length, hq, hv, row0, row, wl, g, c)
+            early = self.load_inputs(
+                call.q, call.k, call.v, call.a, call.b, ni, t0, length, hq, hv, row0, row, wl, g, c
+            )
         cute.arch.sync_warp()
 
-        live, writes = self.named(slot, write_slot, slots, null_index)
+        live, writes = self.named(slot, write_slot, sizes.slots, options.null_index)
         if live:
-            source = state[Int64(slot), hv, None, None]
+            source = call.state[Int64(slot), hv, None, None]
             raw = cute.make_rmem_tensor((self.octets * self.runs * self.vec,), self.state_dtype)
             self.copy_state(source, raw, row0, g, c, False)
             inputs = early
             if const_expr(self.pdl == "state"):
                 self.await_producer("state")
-                inputs = self.load_inputs(q, k, v, a, b, ni, t0, length, hq, hv, row0, row, wl, g, c)
+                inputs = self.load_inputs(
+                    call.q,
+                    call.k,
+                    call.v,
+                    call.a,
+                    call.b,
+                    ni,
+                    t0,
+                    length,
+                    hq,
+                    hv,
+                    row0,
+                    row,
+                    wl,
+                    g,
+                    c,
+                )
             rk, rq, ga, gb, rv = inputs
             # what follows does not move across this: it would wait for k before the state is asked for
             cute.arch.sync_warp()
@@ -371,7 +374,9 @@ class WY(decode.Decode):
             square = cute.make_layout((W, N, N), stride=(N * N, N, 1))
             sL = smem.allocate_tensor(F32, square, 16)[w, None, None]
             sE = smem.allocate_tensor(F32, square, 16)[w, None, None]
-            sT = smem.allocate_tensor(F32, cute.make_layout((W, N, 4), stride=(4 * N, 4, 1)), 16)[w, None, None]
+            sT = smem.allocate_tensor(F32, cute.make_layout((W, N, 4), stride=(4 * N, 4, 1)), 16)[
+                w, None, None
+            ]
             # padded so that a row a thread is read without conflicts
             wide = cute.make_layout((W, R, 2 * N), stride=(R * (2 * N + 4), 2 * N + 4, 1))
             sP = smem.allocate_tensor(F32, wide, 16)[w, None, None]
@@ -382,17 +387,21 @@ class WY(decode.Decode):
             decay = F32(1.0)
             beta = F32(0.0)
             if wl < length:
-                decay = gates.decay(self.gate, ga, A, bias, softplus_beta, softplus_threshold, lower_bound)
-                beta = self.beta_of(gb, beta_scale)
+                decay = self.decay_of(ga, A, bias, options)
+                beta = self.beta_of(gb, options.beta_scale)
             rx = cute.make_rmem_tensor((2 * self.tiles * self.runs * self.vec,), self.dtype)
             self.gather(rk, rq, rx)
-            total = self.write_coefficients(rk, rq, rx, decay, beta, scale, use_qk_l2norm, wl, g, c, sL, sE, sT)
+            total = self.write_coefficients(
+                rk, rq, rx, decay, beta, options.scale, options.use_qk_l2norm, wl, g, c, sL, sE, sT
+            )
             for it in cutlass.range_constexpr(self.passes):
                 first = row0 + it * self.rows
                 ahead = None
                 if const_expr(it + 1 < self.passes):
                     # the next rows are on their way while these are worked on
-                    ahead = cute.make_rmem_tensor((self.octets * self.runs * self.vec,), self.state_dtype)
+                    ahead = cute.make_rmem_tensor(
+                        (self.octets * self.runs * self.vec,), self.state_dtype
+                    )
                     self.copy_state(source, ahead, first + self.rows, g, c, False)
                     cute.arch.sync_warp()
                 self.project(raw, rx, g, c, sP)
@@ -401,18 +410,20 @@ class WY(decode.Decode):
                 for t in cutlass.range_constexpr(self.tokens):
                     ru[t] = rv[t].to(F32)
                 if const_expr(it + 1 < self.passes):
-                    self.read_values(v, ni, t0, length, hv, first + self.rows + row, rv)
-                o = cute.domain_offset((t0, first), output[ni, None, hv, None])
+                    self.read_values(call.v, ni, t0, length, hv, first + self.rows + row, rv)
+                o = cute.domain_offset((t0, first), call.output[ni, None, hv, None])
                 self.solve(sL, sE, sT, sP, sW, ru, row, wl < self.rows, length, o)
                 cute.arch.sync_warp()
                 if const_expr(self.update):
                     self.advance(raw, rx, total, sW, g, c)
                     if writes:
-                        self.copy_state(state[Int64(write_slot), hv, None, None], raw, first, g, c, True)
+                        self.copy_state(
+                            call.state[Int64(write_slot), hv, None, None], raw, first, g, c, True
+                        )
                 raw = ahead
         else:
             self.await_producer("state")
-            self.zero_rows(output, ni, t0, length, hv, v0, tid)
+            self.zero_rows(call.output, ni, t0, length, hv, v0, tid)
 
 
 def compile(facts: dict, knobs: dict, options: str, prefix: str):

@@ -62,19 +62,12 @@ class Columns:
         d, s = self.d, self.d.shape
         w = d.read_u(sm.u, th)
         third = d.read_third(sm.u, th)
-        groups = s.groups
         # columns of eight keys that four matrices are
         step = s.step
-        keys = o.keys if d.per_k else o.x
-        places = [d.key_place(o, th, group) for group in range(groups)]
+        places = [d.key_place(o, th, group) for group in range(s.groups)]
         total = None if d.per_k else o.decay[0]
         for first in range(0, self.eights, step):
-            words = fr.registers(groups * 8, BF)
-            for group in range(groups):
-                count = s.matrices(group)
-                fr.read_matrices(
-                    keys, places[group] + 8 * first, words, 8 * group, count, transpose=True
-                )
+            words = d.read_key_columns(o, places, first)
             for i in range(0, step, 2):
                 decays = [total, total]
                 if d.per_k:

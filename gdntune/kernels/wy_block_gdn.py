@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
 from gdntune.kernels import fragments as fr
+from gdntune.kernels import shuffles
 from gdntune.kernels.wy_operands import SPAN_DECAYS, Operands, Shape, clear_last_row
 
 F32, BF = Float32, BFloat16
@@ -78,8 +79,7 @@ class RowStage:
             values = fr.wide(rx, CHUNK)
             for i in cutlass.range_constexpr(CHUNK):
                 total += values[i] * values[i]
-            for i in cutlass.range_constexpr(self.chunks.bit_length() - 1):
-                total += fr.bfly(total, self.chunks >> (i + 1))
+            (total,) = shuffles.sums((total,), self.chunks)
             if const_expr(2 * self.half % self.s.threads == 0):
                 self.store(rx, values, which, t, chunk, o)
             else:
@@ -104,19 +104,6 @@ class RowStage:
                     word = fr.split(fr.pair(values, 2 * i))
                 cute.autovec_copy(word, cute.local_tile(row, (2,), (base + step,)))
 
-    def products(self, decay, lane):
-        """Lane t of the first N: the product of the decays up to token t, and of those after it."""
-        N = self.s.N
-        upto, after = decay, decay
-        for i in range(N.bit_length() - 1):
-            d = 1 << i
-            x = fr.at_lane(upto, cutlass.max(lane - d, 0))
-            y = fr.at_lane(after, cutlass.min(lane + d, 31))
-            upto = cutlass.select_(lane >= d, upto * x, upto)
-            after = cutlass.select_(lane + d < N, after * y, after)
-        after = fr.at_lane(after, cutlass.min(lane + 1, 31))
-        return upto, cutlass.select_(lane + 1 >= N, F32(1.0), after)
-
     @cute.jit
     def combine(
         self, o: Operands, th, decay: Float32, beta: Float32, scale: Float32, use_qk_l2norm: Int32
@@ -124,7 +111,7 @@ class RowStage:
         """The last warp: what the solution of a row needs. Lane t has token t's decay and beta."""
         if th.warp == self.s.warps - 1:
             N = const_expr(self.s.N)
-            upto, after = self.products(decay, th.lane)
+            upto, after, _ = shuffles.products(decay, N, th.lane)
             t = cutlass.min(th.lane, self.s.tokens - 1)
             iq, ik = self.d.norms(o.squares[1, t], o.squares[0, t], scale, use_qk_l2norm)
             if th.lane < N:
@@ -187,7 +174,7 @@ class RowStage:
             if const_expr(s.packed):
                 t = th.g % 4
             for token in cutlass.range_constexpr(8 * j + 1, min(8 * n + 8, s.N)):
-                d = fr.at_lane(decay, token)
+                d = shuffles.at_lane(decay, token)
                 f = f * cutlass.select_(token > i and token <= t, d, F32(1.0))
             if const_expr(s.packed):
                 y = acc[e] + acc[4 + e]

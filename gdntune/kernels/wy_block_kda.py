@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
 from gdntune.kernels import fragments as fr
-from gdntune.kernels import gates
+from gdntune.kernels import shuffles
 from gdntune.kernels.wy_operands import Operands, Shape, clear_last_row
 
 F32, BF = Float32, BFloat16
@@ -74,23 +74,19 @@ class KeyStage:
         return x
 
     @cute.jit
-    def fill(
-        self, loaded, A: Float32, bias, o: Operands, span, th, softplus_beta, threshold, lower_bound
-    ):
+    def fill(self, loaded, A: Float32, bias, o: Operands, span, th, options):
         """Everything of a key but the sums over keys, to shared memory."""
         clear_last_row(self.s, o, th.tid)
         if const_expr(self.busy == self.s.threads):
-            self.fill_keys(loaded, A, bias, o, span, th, softplus_beta, threshold, lower_bound)
+            self.fill_keys(loaded, A, bias, o, span, th, options)
         else:
             if th.tid < self.busy:
-                self.fill_keys(loaded, A, bias, o, span, th, softplus_beta, threshold, lower_bound)
+                self.fill_keys(loaded, A, bias, o, span, th, options)
 
-    def fill_keys(
-        self, loaded, A, bias, o: Operands, span, th, softplus_beta, threshold, lower_bound
-    ):
+    def fill_keys(self, loaded, A, bias, o: Operands, span, th, options):
         rk, rq, rg = loaded
         p, first = self.place(th)
-        decays = self.decays(rg, A, bias, span, first, softplus_beta, threshold, lower_bound)
+        decays = self.decays(rg, A, bias, span, first, options)
         k, q = fr.wide(rk, 2 * self.each), fr.wide(rq, 2 * self.each)
         for i in range(self.each):
             t = first + i
@@ -104,22 +100,14 @@ class KeyStage:
         if self.update:
             self.fill_final(k, decays, after, first, p, o, th)
 
-    def decays(self, rg, A, bias, span, first, softplus_beta, threshold, lower_bound):
+    def decays(self, rg, A, bias, span, first, options):
         """The thread's decays, 1 where a token is missing."""
         x = fr.registers(2 * self.each)
         g = fr.wide(rg, 2 * self.each)
         b = None if bias is None else bias.load().to(F32)
         for i in range(self.each):
             for e in range(2):
-                d = gates.decay(
-                    self.d.gate,
-                    g[2 * i + e],
-                    A,
-                    F32(0.0) if b is None else b[e],
-                    softplus_beta,
-                    threshold,
-                    lower_bound,
-                )
+                d = self.d.decay_of(g[2 * i + e], A, F32(0.0) if b is None else b[e], options)
                 x[2 * i + e] = cutlass.select_(first + i < span.length, d, F32(1.0))
         return x
 
@@ -132,7 +120,7 @@ class KeyStage:
             for i in range(1, self.each):
                 total = total * decays[2 * i + e]
             for group in range(self.groups if self.groups > 1 else 0):
-                x = fr.at_lane(total, group * self.pairs + th.lane % self.pairs)
+                x = shuffles.at_lane(total, group * self.pairs + th.lane % self.pairs)
                 before[e] = before[e] * cutlass.select_(mine > group, x, F32(1.0))
                 after[e] = after[e] * cutlass.select_(mine < group, x, F32(1.0))
         return before, after
@@ -246,7 +234,7 @@ class KeyStage:
                 x[z] = cutlass.select_(starts, k[z], x[z])
                 sums[s - 1] = sums[s - 1] + x[z] * q[z]
             sums[T + s - 1] = cutlass.select_(starts, first, total)
-        fr.sum_over_lanes(sums, 2 * T, lane)
+        shuffles.sums_shared_out(sums, 2 * T, lane)
         self.write_columns(p, sums[0], o, lane)
 
     @cute.jit
@@ -285,12 +273,12 @@ class KeyStage:
                 y = self.keys_of(o.raw[which, first + t, None], lane)
                 for z in cutlass.range_constexpr(self.s.K // 32):
                     sums[which * count + t] = sums[which * count + t] + y[z] * y[z]
-        fr.sum_over_lanes(sums, 2 * count, lane)
+        shuffles.sums_shared_out(sums, 2 * count, lane)
         # lanes of the upper half have q's
-        iq, ik = self.d.norms(fr.bfly(sums[0], 16), sums[0], scale, use_qk_l2norm)
+        iq, ik = self.d.norms(shuffles.bfly(sums[0], 16), sums[0], scale, use_qk_l2norm)
         each = const_expr(16 // count)
         t = first + lane % 16 // each
-        b = fr.at_lane(beta, t)
+        b = shuffles.at_lane(beta, t)
         if lane % each == 0 and lane < 16:
             values = cute.make_rmem_tensor((4,), F32)
             values[0] = b * ik

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from gdntune.kernels import fragments as fr
+from gdntune.kernels import shuffles
 
 # lanes of neighbouring rows are so far apart
 NEXT_ROW = 4
@@ -67,7 +68,7 @@ class Lines:
                 for i in range(first, first + WORDS):
                     low, high = source[i], source[i + WORDS]
                     goal[i] = cutlass.select_(odd, high, low)
-                    goal[i + WORDS] = fr.bfly(cutlass.select_(odd, low, high), NEXT_ROW)
+                    goal[i + WORDS] = shuffles.bfly(cutlass.select_(odd, low, high), NEXT_ROW)
         return y
 
     @cute.jit
@@ -86,7 +87,7 @@ class Lines:
                 goal = cute.recast_tensor(y, Int32)
                 for i in cutlass.range_constexpr(WORDS):
                     low = source[at + i]
-                    high = fr.bfly(source[at + i + WORDS], NEXT_ROW)
+                    high = shuffles.bfly(source[at + i + WORDS], NEXT_ROW)
                     goal[i] = cutlass.select_(odd, high, low)
                     goal[i + WORDS] = cutlass.select_(odd, low, high)
                 if writes:

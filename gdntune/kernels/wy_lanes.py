@@ -1,15 +1,19 @@
-"""Gated delta rule decode of two to four tokens in one pass over the state, on CUDA cores, for GDN.
+"""Gated delta rule decode of two to four tokens, GDN, in one pass over the state on CUDA cores.
 
-The equations are those of `wy`: with S0 the state before the call, D_t the product of the decays up to token t and F_(t,i) that of
+With S0 the state before the call, D_t the product of the decays up to token t and F_(t,i) that of
 tokens i+1..t,
 
     u_t = beta_t (v_t - D_t S0 k_t - sum_(i<t) F_(t,i) (k_i.k_t) u_i)
     o_t = D_t S0 q_t + sum_(i<=t) F_(t,i) (k_i.q_t) u_i
     S_t = decay_t S_(t-1) + u_t k_t^T
 
-`recurrent` waits for a butterfly and a barrier's data once a token; here the sums S0 k_t and S0 q_t of all tokens are one butterfly. All
-that is read is asked for first: the slot's index, then gates, q, k and v while it is on its way, then the state; the sums over q and k
-alone are taken while the state is on its way. `lanes` threads of a warp share `ilp` rows.
+which is `wy`'s form, with the states between tokens. `lanes` threads of a warp share `ilp` rows of
+V, and each has its keys of all tokens and of the state in registers. `recurrent` waits for a
+butterfly once a token; here the sums S0 k_t and S0 q_t of all tokens are one butterfly. So it wins
+where few blocks run and waiting is what counts: on an H200 up to 16 to 130 work units, by tokens.
+
+All that is read is asked for first: the slot's index, then gates, q, k and v while it is on its way,
+then the state; the sums over q and k alone are taken while the state is on its way.
 """
 
 import cutlass
@@ -17,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from gdntune.kernels import decode, gates
+from gdntune.kernels import decode, shuffles
 
 F32 = Float32
 
@@ -29,7 +33,7 @@ class WYLanes(decode.Decode):
         self.lanes, self.RV, threads = knobs["lanes"], knobs["ilp"], knobs["threads"]
         self.groups = threads // self.lanes
         super().__init__(facts, self.groups * self.RV, threads, pdl=knobs["pdl"])
-        self.shared = knobs["shared"]
+        self.shared, self.row = knobs["shared"], self.intermediate == "slots"
         self.warps = threads // 32
         self.T = self.tokens
         self.RK = self.K // self.lanes
@@ -96,15 +100,9 @@ class WYLanes(decode.Decode):
     @cute.jit
     def over_lanes(self, sums, n: cutlass.Constexpr):
         """Sums n values over the threads of a row; they end in each of them."""
-        for s in cutlass.range_constexpr(self.lanes.bit_length() - 1):
-            for i in cutlass.range_constexpr(n):
-                sums[i] = sums[i] + self.across(sums[i], self.lanes >> (s + 1))
-
-    def across(self, x, distance):
-        return cute.arch.shuffle_sync_bfly(x, offset=distance, mask=-1, mask_and_clamp=31)
-
-    def at_lane(self, x, lane):
-        return cute.arch.shuffle_sync(x, offset=lane, mask=-1, mask_and_clamp=31)
+        found = shuffles.sums([sums[i] for i in range(n)], self.lanes)
+        for i in cutlass.range_constexpr(n):
+            sums[i] = found[i]
 
     @cute.jit
     def dots(self, fk, fq, chosen: cutlass.Constexpr, sums):
@@ -117,24 +115,6 @@ class WYLanes(decode.Decode):
                 b = fk[ty, j] if const_expr(y == "k") else fq[ty, j]
                 total += a * b
             sums[p] = total
-
-    @cute.jit
-    def shared_out(self, sums, n: cutlass.Constexpr, lane):
-        """Sums n values, a power of two, over the threads of a row; each ends with its own of them, in front.
-
-        At each step a thread gives away half of what it has: n shuffles where all sums in every thread take n log2(lanes).
-        """
-        for s in cutlass.range_constexpr(self.lanes.bit_length() - 1):
-            distance = const_expr(self.lanes >> (s + 1))
-            half = const_expr(n >> (s + 1))
-            if const_expr(half):
-                upper = (lane & distance) != 0
-                for i in cutlass.range_constexpr(half):
-                    low, high = sums[i], sums[half + i]
-                    given = cutlass.select_(upper, low, high)
-                    sums[i] = cutlass.select_(upper, high, low) + self.across(given, distance)
-            else:
-                sums[0] = sums[0] + self.across(sums[0], distance)
 
     @cute.jit
     def gram(self, fk, fq, sG, tid):
@@ -150,7 +130,7 @@ class WYLanes(decode.Decode):
             for w in cutlass.range_constexpr(self.warps):
                 if warp == w:
                     self.dots(fk, fq, self.pairs[w :: self.warps], sums)
-            self.shared_out(sums, n, lane)
+            shuffles.sums_shared_out(sums, n, lane, self.lanes)
             if tid % 32 < self.lanes and lane % (self.lanes * own // n) == 0:
                 for e in cutlass.range_constexpr(own):
                     sG[warp * n + lane * n // self.lanes + e] = sums[e]
@@ -165,39 +145,28 @@ class WYLanes(decode.Decode):
                 g[self.pairs[p][0]] = sums[p]
         return g
 
-    @cute.kernel
-    def kernel(
-        self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
-        scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
-        null_index: Int32, use_qk_l2norm: Int32, heads: cute.FastDivmodDivisorV2,
-        slots: Int32, tokens: Int32, columns, rows, steps, A_shared, dt_shared,
-    ):  # fmt: skip
+    @cute.jit
+    def work(self, call, options, sizes):
         tid, _, _ = cute.arch.thread_idx()
         vt, hv, n = self.place()
         T, RV, RK = const_expr(self.T), const_expr(self.RV), const_expr(self.RK)
         wl = tid % 32
         lane = tid % self.lanes
         row0 = vt * self.tile_v + tid // self.lanes * RV
-        hq, _ = divmod(hv, heads)
+        hq, _ = divmod(hv, sizes.heads)
         self.await_producer("first")
-        row = Int32(0)
-        first = Int32(1)
-        if const_expr(self.intermediate == "slots"):
-            row, first = self.ask_row(n, wl, slot_index, accepted, columns)
-            slot = Int32(0)
-            write_slot = write_index[n] if const_expr(self.pool and self.update) else slot
-        else:
-            slot, write_slot = self.slots_of(
-                n, read_index, write_index, slot_index, accepted, columns
-            )
+        asked = self.ask_slots(n, wl, call, sizes.columns)
         # the state's address waits for this: nothing may be computed before it that does not serve it
         cute.arch.sync_warp()
-        ni, t0, length = self.span_of(n, cu_seqlens, tokens)
+        ni, t0, length = self.span_of(n, call.cu_seqlens, sizes.tokens)
         # Once for all tokens: where a ragged request begins is known late, how far apart its tokens are is not.
-        q, k, v, output = (cute.domain_offset((ni, t0, 0, 0), x) for x in (q, k, v, output))
-        a, b = (cute.domain_offset((ni, t0, 0), x) for x in (a, b))
-        A = F32(0.0) if const_expr(A_log is None) else A_log[hv].to(F32)
-        bias = F32(0.0) if const_expr(dt_bias is None) else dt_bias[hv].to(F32)
+        q, k, v, output = (
+            cute.domain_offset((ni, t0, 0, 0), x) for x in (call.q, call.k, call.v, call.output)
+        )
+        a, b = (cute.domain_offset((ni, t0, 0), x) for x in (call.a, call.b))
+        A, bias, _ = self.head_gate(
+            call.A_log, call.dt_bias, sizes.A_shared, sizes.dt_shared, hq, hv
+        )
         keys = cute.make_layout((T, RK), stride=(RK, 1))
         rk = cute.make_rmem_tensor(keys, k.element_type)
         rq = cute.make_rmem_tensor(keys, q.element_type)
@@ -211,18 +180,13 @@ class WYLanes(decode.Decode):
             ga, gb = self.read_inputs(q, k, v, a, b, length, hq, hv, row0, wl, lane, rk, rq, rv)
         # Loads do not move across this; without it the compiler sinks them below the branch.
         cute.arch.sync_warp()
-        if const_expr(self.intermediate == "slots"):
-            slot = self.start_of_row(row, first, n, slot_index, columns)
-        live, writes = self.named(slot, write_slot, slots, null_index)
-        at = Int32(-1)
-        keeps = live
-        if const_expr(self.intermediate == "indexed"):
-            at = slot_index[n]
-            keeps = at >= 0 and at < rows and at != null_index
+        slot = self.start_of(asked, n, call.slot_index, sizes.columns)
+        live, writes = self.named(slot, asked.write_slot, sizes.slots, options.null_index)
+        row, keeps = self.kept_row(n, live, call.slot_index, sizes.rows, options.null_index)
         if live:
             tile = cute.make_layout((RV, RK), stride=(RK, 1))
             raw = cute.make_rmem_tensor(tile, self.state_dtype)
-            self.copy_rows(state[Int64(slot), hv, None, None], raw, row0, lane, False)
+            self.copy_rows(call.state[Int64(slot), hv, None, None], raw, row0, lane, False)
             if const_expr(late):
                 cute.arch.sync_warp()
                 self.await_producer("state")
@@ -241,10 +205,8 @@ class WYLanes(decode.Decode):
                     fk[t, j] = rk[t, j].to(F32)
                     fq[t, j] = rq[t, j].to(F32)
             g = self.gram(fk, fq, sG, tid)
-            decay = gates.decay(
-                self.gate, ga, A, bias, softplus_beta, softplus_threshold, lower_bound
-            )
-            beta = self.beta_of(gb, beta_scale)
+            decay = self.decay_of(ga, A, bias, options)
+            beta = self.beta_of(gb, options.beta_scale)
             if wl % 4 >= length:
                 decay = F32(1.0)
                 beta = F32(0.0)
@@ -253,9 +215,11 @@ class WYLanes(decode.Decode):
             ik = cute.make_rmem_tensor((T,), F32)
             iq = cute.make_rmem_tensor((T,), F32)
             for t in cutlass.range_constexpr(T):
-                rd[t] = self.at_lane(decay, Int32(t))
-                rb[t] = self.at_lane(beta, Int32(t))
-                x, y = self.norms(g[t * self.line + 1], g[t * self.line], scale, use_qk_l2norm)
+                rd[t] = shuffles.at_lane(decay, Int32(t))
+                rb[t] = shuffles.at_lane(beta, Int32(t))
+                x, y = self.norms(
+                    g[t * self.line + 1], g[t * self.line], options.scale, options.use_qk_l2norm
+                )
                 iq[t] = x
                 ik[t] = y
 
@@ -296,19 +260,17 @@ class WYLanes(decode.Decode):
                 for i in cutlass.range_constexpr(RV):
                     for j in cutlass.range_constexpr(RK):
                         fh[i, j] = fh[i, j] * rd[t] + w[t * RV + i] * fk[t, j]
-                if const_expr(self.intermediate == "slots"):
-                    to = self.of_row(row, Int32(t))
-                    if t < columns and t < length and to >= 0 and to < slots and to != null_index:
-                        self.store_rows(state[Int64(to), hv, None, None], fh, row0, lane)
-                elif const_expr(self.intermediate != "none"):
-                    line = Int64(at) if const_expr(self.intermediate == "indexed") else Int64(n)
-                    if keeps and t < steps and t < length:
+                if const_expr(self.intermediate != "none"):
+                    to, ok = self.kept_at(t, asked, row, keeps, length, sizes, options.null_index)
+                    if ok:
                         self.store_rows(
-                            intermediate[line, Int64(t), hv, None, None], fh, row0, lane
+                            self.kept_head(call.state, call.intermediate, to, t, hv), fh, row0, lane
                         )
             if const_expr(self.update):
                 if writes:
-                    self.store_rows(state[Int64(write_slot), hv, None, None], fh, row0, lane)
+                    self.store_rows(
+                        call.state[Int64(asked.write_slot), hv, None, None], fh, row0, lane
+                    )
         else:
             self.await_producer("state")
             self.zero_rows(output, Int32(0), Int32(0), length, hv, vt * self.tile_v, tid)

@@ -1,11 +1,15 @@
-"""Gated delta rule decode of two to four tokens by warps that wait for nobody, for GDN with bf16 states.
+"""Gated delta rule decode of two to four tokens, GDN with bf16 states, on tensor cores by warps that
+wait for nobody.
 
-The equations are those of `wy_lanes`. A warp has eight rows of V, and of each a quad of lanes, one a token. Its mma has the state's
-rows g as rows 0 to 7 of A, and k and q of the tokens as rows 8 to 15 and as B's columns: one chain of products gives S0 k_t, S0 q_t,
-k_i.k_t and k_i.q_t, all of them to token t's lane. No element of k or q is widened, and no sum is taken by shuffles.
+The equations are those of `wy_lanes`. A warp has eight rows of V, and of each row a quad of lanes,
+one a token. Its mma has the state's rows g as rows 0 to 7 of A, and k and q of the tokens as rows 8
+to 15 and as B's columns: one chain of products gives S0 k_t, S0 q_t, k_i.k_t and k_i.q_t, all of
+them to token t's lane. No element of k or q is widened, and no sum is taken by shuffles. It wins on
+an H200 where drafts of three or four tokens write a slot a token and few blocks run.
 
-The states between tokens are products too, of two tokens' states at a time: D_t S0 is where they begin, u in three bf16 terms is A,
-and k, which is exact, is B. `parts` warps have the same rows: each takes all sums, and states of its share of the keys.
+The states between tokens are products too, of two tokens' states at a time: D_t S0 is where they
+begin, u in three bf16 terms is A, and k, which is exact, is B. `parts` warps have the same rows:
+each takes all sums, and states of its share of the keys.
 """
 
 import cutlass
@@ -15,7 +19,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T as ir_types
 from cutlass.cutlass_dsl import dsl_user_op
 
-from gdntune.kernels import decode, gates
+from gdntune.kernels import decode, shuffles
 from gdntune.kernels import fragments as fr
 
 F32, BF = Float32, fr.BF
@@ -43,6 +47,7 @@ class WYQuads(decode.Decode):
         self.parts, threads = knobs["parts"], knobs["threads"]
         super().__init__(facts, threads // 32 // self.parts * ROWS, threads, pdl=knobs["pdl"])
         self.T = self.tokens
+        self.row = self.intermediate == "slots"
         self.runs = self.K // RUN
         self.each = self.runs // self.parts
         # tokens after which a state is kept, by twos: what one product computes
@@ -95,7 +100,7 @@ class WYQuads(decode.Decode):
         T = const_expr(self.T)
         rd = fr.registers(T)
         for t in cutlass.range_constexpr(T):
-            rd[t] = fr.at_lane(decay, Int32(t))
+            rd[t] = shuffles.at_lane(decay, Int32(t))
         span = fr.registers(T, F32, 1.0)
         for i in cutlass.range_constexpr(T - 1):
             s = const_expr(T - 2 - i)
@@ -149,13 +154,8 @@ class WYQuads(decode.Decode):
         words[3] = (three >> 16) & 0xFFFF
         return w
 
-    @cute.kernel
-    def kernel(
-        self, state, q, k, v, a, b, A_log, dt_bias, read_index, write_index, slot_index, accepted, cu_seqlens, intermediate, output,
-        scale: Float32, softplus_beta: Float32, softplus_threshold: Float32, lower_bound: Float32, beta_scale: Float32,
-        null_index: Int32, use_qk_l2norm: Int32, heads: cute.FastDivmodDivisorV2,
-        slots: Int32, tokens: Int32, columns, rows, steps, A_shared, dt_shared,
-    ):  # fmt: skip
+    @cute.jit
+    def work(self, call, options, sizes):
         tid, _, _ = cute.arch.thread_idx()
         vt, hv, n = self.place()
         T = const_expr(self.T)
@@ -164,105 +164,86 @@ class WYQuads(decode.Decode):
         warp = cute.arch.make_warp_uniform(tid // 32)
         part = Int32(0) if const_expr(self.parts == 1) else warp & (self.parts - 1)
         row0 = vt * self.tile_v + (warp >> (self.parts.bit_length() - 1)) * ROWS + g
-        hq, _ = divmod(hv, heads)
+        hq, _ = divmod(hv, sizes.heads)
         self.await_producer("first")
-        row = Int32(0)
-        first = Int32(1)
         # asked for before what a slot hangs on is waited for
         span_ends = fr.registers(2, Int32)
         if const_expr(self.ragged):
-            span_ends[0] = cu_seqlens[n]
-            span_ends[1] = cu_seqlens[n + 1]
-        if const_expr(self.intermediate == "slots"):
-            row, first = self.ask_row(n, wl, slot_index, accepted, columns)
-            slot = Int32(0)
-            write_slot = write_index[n] if const_expr(self.pool and self.update) else slot
-        else:
-            slot, write_slot = self.slots_of(
-                n, read_index, write_index, slot_index, accepted, columns
-            )
+            span_ends[0] = call.cu_seqlens[n]
+            span_ends[1] = call.cu_seqlens[n + 1]
+        asked = self.ask_slots(n, wl, call, sizes.columns)
         # the state's address waits for this: nothing may be computed before it that does not serve it
         cute.arch.sync_warp()
         if const_expr(self.ragged):
-            ni, t0, length = self.span_of(0, span_ends, tokens)
+            ni, t0, length = self.span_of(0, span_ends, sizes.tokens)
         else:
-            ni, t0, length = self.span_of(n, None, tokens)
-        A = F32(0.0) if const_expr(A_log is None) else A_log[hv].to(F32)
-        bias = F32(0.0) if const_expr(dt_bias is None) else dt_bias[hv].to(F32)
+            ni, t0, length = self.span_of(n, None, sizes.tokens)
+        A, bias, _ = self.head_gate(
+            call.A_log, call.dt_bias, sizes.A_shared, sizes.dt_shared, hq, hv
+        )
         # k of lanes whose g is even, q of the others: one address, known but for where the request's tokens are
         odd = g % 2 == 1
         base, stride, request = (
             self.of_lane(odd, x, y)
             for x, y in (
-                (q.iterator.toint(), k.iterator.toint()),
-                (Int64(q.stride[1]), Int64(k.stride[1])),
-                (Int64(q.stride[0]), Int64(k.stride[0])),
+                (call.q.iterator.toint(), call.k.iterator.toint()),
+                (Int64(call.q.stride[1]), Int64(call.k.stride[1])),
+                (Int64(call.q.stride[0]), Int64(call.k.stride[0])),
             )
         )
         # Loads do not move across this; without it the compiler sinks them below the branch.
         cute.arch.sync_warp()
         # Always, and so below: ptxas moves what is not behind a branch before loads, and waits there for what an earlier load gives.
-        if tokens > 0:
-            if const_expr(self.intermediate == "slots"):
-                slot = self.start_of_row(row, first, n, slot_index, columns)
-            live, writes = self.named(slot, write_slot, slots, null_index)
-            at = Int32(-1)
-            keeps = live
-            if const_expr(self.intermediate == "indexed"):
-                at = slot_index[n]
-                keeps = at >= 0 and at < rows and at != null_index
+        if sizes.tokens > 0:
+            slot = self.start_of(asked, n, call.slot_index, sizes.columns)
+            live, writes = self.named(slot, asked.write_slot, sizes.slots, options.null_index)
+            row, keeps = self.kept_row(n, live, call.slot_index, sizes.rows, options.null_index)
+            # widened again where it is used: until then it takes one register
+            at = Int32(row)
             # a request without tokens: what is read for it below is another's, and its final state alone is written
             empty = const_expr(self.ragged and self.update)
             if const_expr(self.ragged and not self.update):
                 live = live and length > 0
             if live:
                 rs = fr.registers(self.K // QUAD, self.state_dtype)
-                self.read_row(state[Int64(slot), hv, row0, None], rs, part, c, self.runs)
+                self.read_row(call.state[Int64(slot), hv, row0, None], rs, part, c, self.runs)
                 # loads do not move across this either: the state is what all wait for
                 cute.arch.sync_warp()
                 self.await_producer("state")
                 # always: it is 0 or 1
-                if use_qk_l2norm != -2147483648:
+                if options.use_qk_l2norm != -2147483648:
                     # Lanes of tokens that are none read the last one's: a branch here would wait for what it reads.
-                    mine = cutlass.min(t0 + cutlass.min(c, length - 1), tokens - 1)
-                    yours = cutlass.min(t0 + cutlass.min(g >> 1, length - 1), tokens - 1)
+                    mine = cutlass.min(t0 + cutlass.min(c, length - 1), sizes.tokens - 1)
+                    yours = cutlass.min(t0 + cutlass.min(g >> 1, length - 1), sizes.tokens - 1)
                     if const_expr(empty):
                         mine, yours = cutlass.max(mine, 0), cutlass.max(yours, 0)
-                    width = const_expr(k.element_type.width // 8)
+                    width = const_expr(call.k.element_type.width // 8)
                     place = (
                         base
                         + (request * Int64(ni) + stride * Int64(yours) + Int64(hq) * self.K) * width
                     )
-                    rx = fr.registers(self.K // QUAD, k.element_type)
-                    self.read_row(self.row_at(place, k.element_type), rx, part, c, self.runs)
-                    ra = a[ni, mine, hv]
-                    rb = b[ni, mine, hv]
-                    rv = v[ni, mine, hv, row0]
-                    rk = fr.registers(self.each * VEC, k.element_type)
+                    rx = fr.registers(self.K // QUAD, call.k.element_type)
+                    self.read_row(self.row_at(place, call.k.element_type), rx, part, c, self.runs)
+                    ra = call.a[ni, mine, hv]
+                    rb = call.b[ni, mine, hv]
+                    rv = call.v[ni, mine, hv, row0]
+                    rk = fr.registers(self.each * VEC, call.k.element_type)
                     if const_expr(len(self.twos) > 0):
-                        self.read_row(k[ni, mine, hq, None], rk, part, g >> 1, self.each)
+                        self.read_row(call.k[ni, mine, hq, None], rk, part, g >> 1, self.each)
                     if const_expr(self.parts > 1):
                         # before any warp of a row writes, all have asked for it: a state may go back to where it came from
                         cute.arch.sync_threads()
                     else:
                         cute.arch.sync_warp()
                     # always
-                    if slots > 0:
+                    if sizes.slots > 0:
                         if const_expr(empty):
                             for x in (rx, rk):
                                 words = cute.recast_tensor(x, Int32)
                                 for i in cutlass.range_constexpr(cute.size(words)):
                                     words[i] = cutlass.select_(length > 0, words[i], Int32(0))
-                        decay = gates.decay(
-                            self.gate,
-                            ra.to(F32),
-                            A,
-                            bias,
-                            softplus_beta,
-                            softplus_threshold,
-                            lower_bound,
-                        )
-                        beta = self.beta_of(rb, beta_scale)
+                        decay = self.decay_of(ra.to(F32), A, bias, options)
+                        beta = self.beta_of(rb, options.beta_scale)
                         token = c < length
                         decay = cutlass.select_(token, decay, F32(1.0))
                         beta = cutlass.select_(token, beta, F32(0.0))
@@ -271,7 +252,10 @@ class WYQuads(decode.Decode):
                         sk, sq, xk, xq = self.sums(rs, rx)
                         own = 2 * QUAD * c + c
                         iq, ik = self.norms(
-                            fr.at_lane(xq, own + QUAD), fr.at_lane(xk, own), scale, use_qk_l2norm
+                            shuffles.at_lane(xq, own + QUAD),
+                            shuffles.at_lane(xk, own),
+                            options.scale,
+                            options.use_qk_l2norm,
                         )
                         # x: u_t over the norm of k_t, which its key is then taken with as it came
                         start = value * (beta * ik)
@@ -279,15 +263,15 @@ class WYQuads(decode.Decode):
                         total = sk * D
                         y = sq * D
                         for i in cutlass.range_constexpr(T):
-                            kk = fr.at_lane(xk, 2 * QUAD * i + c) * span[i]
-                            kq = fr.at_lane(xq, 2 * QUAD * i + c) * span[i]
-                            x = fr.at_lane(start - total * factor, wl - c + i)
+                            kk = shuffles.at_lane(xk, 2 * QUAD * i + c) * span[i]
+                            kq = shuffles.at_lane(xq, 2 * QUAD * i + c) * span[i]
+                            x = shuffles.at_lane(start - total * factor, wl - c + i)
                             if const_expr(i < T - 1):
                                 total += x * cutlass.select_(c > i, kk, F32(0.0))
                             y += x * cutlass.select_(c >= i, kq, F32(0.0))
                         x = start - total * factor
                         if token and part == 0:
-                            output[ni, mine, hv, row0] = (y * iq).to(output.element_type)
+                            call.output[ni, mine, hv, row0] = (y * iq).to(call.output.element_type)
                         # of B's column g, one of two keys that are a word
                         selector = cutlass.select_(odd, Int32(0x3232), Int32(0x1010))
                         for p in cutlass.range_constexpr(len(self.twos)):
@@ -295,9 +279,7 @@ class WYQuads(decode.Decode):
                             s0, s1 = const_expr(kept[0]), const_expr(kept[-1])
                             w = self.terms(x, later[s0], later[s1])
                             places = [
-                                self.kept_at(
-                                    t, length, row, at, keeps, n, slots, columns, steps, null_index
-                                )
+                                self.kept_at(t, asked, at, keeps, length, sizes, options.null_index)
                                 for t in kept
                             ]
                             for r in cutlass.range_constexpr(self.each):
@@ -311,41 +293,28 @@ class WYQuads(decode.Decode):
                                     to, ok = places[e]
                                     if const_expr(self.intermediate != "none"):
                                         if ok:
-                                            line = self.line(
-                                                state, intermediate, to, kept[e], hv, row0
+                                            head = self.kept_head(
+                                                call.state,
+                                                call.intermediate,
+                                                Int64(to),
+                                                kept[e],
+                                                hv,
                                             )
                                             cute.autovec_copy(
-                                                piece, cute.local_tile(line, (VEC,), (run,))
+                                                piece,
+                                                cute.local_tile(head[row0, None], (VEC,), (run,)),
                                             )
                                     if const_expr(self.update and kept[e] == T - 1):
                                         if writes:
-                                            line = state[Int64(write_slot), hv, row0, None]
+                                            line = call.state[
+                                                Int64(asked.write_slot), hv, row0, None
+                                            ]
                                             cute.autovec_copy(
                                                 piece, cute.local_tile(line, (VEC,), (run,))
                                             )
             else:
                 self.await_producer("state")
-                self.zero_rows(output, ni, t0, length, hv, vt * self.tile_v, tid)
-
-    @cute.jit
-    def kept_at(
-        self, t: cutlass.Constexpr, length, row, at, keeps, n, slots, columns, steps, null_index
-    ):
-        """The slot, or the row of `intermediate`, of the state after token t, and whether it has one."""
-        to, ok = n, keeps
-        if const_expr(self.intermediate == "slots"):
-            to = self.of_row(row, Int32(t))
-            ok = t < columns and t < length and to >= 0 and to < slots and to != null_index
-        elif const_expr(self.intermediate != "none"):
-            to = at if const_expr(self.intermediate == "indexed") else n
-            ok = keeps and t < steps and t < length
-        return to, ok
-
-    def line(self, state, intermediate, to, t: int, hv, row0):
-        """A row's keys of the state after token t."""
-        if self.intermediate == "slots":
-            return state[Int64(to), hv, row0, None]
-        return intermediate[Int64(to), Int64(t), hv, row0, None]
+                self.zero_rows(call.output, ni, t0, length, hv, vt * self.tile_v, tid)
 
 
 def compile(facts: dict, knobs: dict, options: str, prefix: str):
