@@ -109,6 +109,20 @@ class WYBlock(BlockFinal):
         return Inputs(keys, gate, beta, self.load_values(v, span, hv, row0 + row))
 
     @cute.jit
+    def use_inputs(self, inputs, A, bias, o: Operands, span, th, options):
+        """What tokens brought to shared memory, as the stage has it; a lane's token's decay and beta."""
+        there = th.lane < span.length
+        beta = cutlass.select_(there, self.beta_of(inputs.beta, options.beta_scale), F32(0.0))
+        decay = F32(1.0)
+        if const_expr(self.per_k):
+            self.stage.fill(inputs.keys, A, bias, o, span, th, options)
+        else:
+            decay = self.decay_of(inputs.gate, A, bias, options)
+            decay = cutlass.select_(there, decay, F32(1.0))
+            self.stage.fill(inputs.keys, o, th.tid)
+        return decay, beta
+
+    @cute.jit
     def solve(self, o: Operands, sm, values, th, store, span, out):
         """A row of V a thread. With x_i = u_i / |k_i|: x_t = beta / |k_t| (v_t - (D_t P_k[t] + sum_(i<t) L[t, i] x_i) / |k_t|)."""
         N = const_expr(self.shape.N)
@@ -197,16 +211,14 @@ class WYBlock(BlockFinal):
             smem = SmemAllocator()
             o = allocate(smem, self.shape, self.per_k, self.update, call.k.element_type)
             sm = self.rows_memory(smem, th.warp)
-            beta = cutlass.select_(
-                th.lane < length, self.beta_of(inputs.beta, options.beta_scale), F32(0.0)
-            )
-            decay = F32(1.0)
-            if const_expr(self.per_k):
-                self.stage.fill(inputs.keys, A, bias, o, span, th, options)
+            decay, beta = F32(1.0), F32(0.0)
+            if const_expr(self.fence):
+                # Always so, which the compiler cannot know: ptxas moves arithmetic across a warp's
+                # barrier, and not across a branch.
+                if options.beta_scale != F32(0.0):
+                    decay, beta = self.use_inputs(inputs, A, bias, o, span, th, options)
             else:
-                decay = self.decay_of(inputs.gate, A, bias, options)
-                decay = cutlass.select_(th.lane < length, decay, F32(1.0))
-                self.stage.fill(inputs.keys, o, th.tid)
+                decay, beta = self.use_inputs(inputs, A, bias, o, span, th, options)
             if const_expr(self.ahead is not None):
                 # by now the index is there
                 self.ahead.ask_state(

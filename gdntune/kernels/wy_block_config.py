@@ -58,6 +58,12 @@ class Knobs(BlockKnobs):
         "fp32 states of KDA, eight tokens: products are of two TF32 terms, else of three bf16 terms",
         default=False,
     )
+    fence: bool = knob(
+        "fence",
+        "what waits for q, k and the gates stands behind a branch, across which ptxas moves nothing"
+        " ahead of the state's loads",
+        default=False,
+    )
     ahead: int = knob(
         "ah",
         "a block asks into the L2 cache for what the block so many places behind it in the grid"
@@ -264,6 +270,9 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
         tried = [dataclasses.replace(s, terms=3) for s in tried]
     if c.layout == "k_last":
         tried += _in_tf32(c)
+    # Without a fence sm_90a's machine code waits for k and q ahead of the state's loads: of GDN to
+    # widen a key or two, of KDA to compute all gates (tests/early_loads.py). No GPU has run it yet.
+    tried += [dataclasses.replace(s, fence=True) for s in tried]
     return in_every_form([s for s in dict.fromkeys(tried) if not refuse(c, s)])
 
 

@@ -52,6 +52,7 @@ class BlockRows(decode.Decode):
         self.lines_by = Lines(self) if knobs.get("lines") else None
         self.ahead = Ahead(self, knobs["ahead"]) if knobs.get("ahead") else None
         self.tf32 = Tf32(self) if knobs.get("tf32") else None
+        self.fence = knobs.get("fence", False)
         # whether a final state goes to memory as it is computed
         self.stores_early = self.lines_by is not None or self.tf32 is not None
         vec = 16 // (self.state_dtype.width // 8)

@@ -135,6 +135,28 @@ def test_a_bf16_state_next_to_the_middle(contract, knobs, builder):
 @pytest.mark.parametrize(
     ("contract", "knobs"),
     [
+        (Contract(tokens=8), wy_block_config.Knobs(32, 4, lines=True, fence=True)),
+        (Contract(tokens=4, mode="frozen"), wy_block_config.Knobs(16, 2, pdl="state", fence=True)),
+        (KDA.replace(mode="frozen"), wy_block_config.Knobs(32, 4, fence=True)),
+        (
+            KDA.replace(tokens=8, state_dtype="fp32"),
+            wy_block_config.Knobs(16, 4, tf32=True, fence=True),
+        ),
+    ],
+    ids=("GDN", "GDN, outputs alone", "KDA, outputs alone", "KDA, TF32"),
+)
+def test_behind_a_fence(contract, knobs, builder):
+    """Arithmetic behind a branch, with requests that have no state beside others."""
+    truth = Truth(make_case(Problem(contract, 3, 1, 2), "cpu", 0, padding=0.3, slot_stride_pad=64))
+    case = truth.before.clone()
+    variant = wy_block_config.KERNEL.variant(knobs)
+    call.decode(builder.get(contract, variant), contract)(*case.arguments())
+    truth.judge(case).require()
+
+
+@pytest.mark.parametrize(
+    ("contract", "knobs"),
+    [
         (Contract(tokens=8), wy_block_config.Knobs(32, 2, ahead=4)),
         (KDA.replace(mode="frozen", pool=False), wy_block_config.Knobs(16, 8, 256, ahead=2)),
     ],
