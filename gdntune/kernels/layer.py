@@ -31,7 +31,7 @@ MANY = 1 << 24
 class Shared(NamedTuple):
     """Of value heads that share a block: how many it has, and each token's (decay, beta) of each in shared memory.
 
-    decays: KDA's of all keys in shared memory, where they are computed `once` a block.
+    decays: KDA's of all keys in shared memory, where they are computed `once` a block; with `roles` GDN's one too, and beta behind them.
     """
 
     heads: Any
@@ -57,6 +57,9 @@ class Layer(layer_norm.Normed):
         # 2 us of 54 at T=4 and B=16. At T=1 and B=64 rows that are copied lost 0.9 us of 75 by it.
         self.state_first = (self.copied and not self.loop and not knobs["window_first"]) or self.sent
         self.once, self.apart = knobs["once"], knobs["apart"]
+        # Decays that some threads compute for all: a key each of KDA, by the last ones where warps have roles.
+        self.decays = self.K if self.per_k else 1
+        self.handed = self.once or self.roles
 
     @cute.jit
     def gated_delta_rule_layer_decode(
@@ -118,14 +121,17 @@ class Layer(layer_norm.Normed):
     @cute.jit
     def read_constants(self, x, conv, norm_weight, mine, block, hl, A_shared, dt_shared, tid):
         """Issues the loads of the model's constants: a head's gate, the norm's weight, the convolution's taps."""
-        if const_expr(self.once):
+        if const_expr(self.roles):
+            gate = self.own_gate(x, A_shared, dt_shared, block.hq, hl, tid)
+        elif const_expr(self.once):
             gate = self.gate_of_key(x, A_shared, dt_shared, block.hq, hl, tid)
         else:
             gate = self.gate_of(x, A_shared, dt_shared, block.hq, hl, tid)
         rw, taps = None, None
         if const_expr(self.normed):
             rw = cute.make_rmem_tensor((self.VL,), norm_weight.element_type)
-            self.read_row(norm_weight, rw, block, tid % 32)
+            if const_expr(not self.roles) or tid >= self.threads - 32:
+                self.read_row(norm_weight, rw, block, tid % 32)
         if const_expr(self.convolves):
             taps = self.read_taps(conv, mine, block, tid)
         return gate, rw, taps
@@ -192,6 +198,50 @@ class Layer(layer_norm.Normed):
         return Read(None, None, rg, None, ga, gb)
 
     @cute.jit
+    def read_own_gates(self, x, ratio, block, tid):
+        """`read_gates` of one token, by the last threads alone, which compute its decays. What they read stays as it is: a conversion
+        would be made, and waited for, ahead of the next load.
+        """
+        hv = block.hv
+        if const_expr(self.interleaved):
+            hv += block.hq * ratio
+        rg, rb = cute.make_rmem_tensor((1,), x.a.element_type), cute.make_rmem_tensor((1,), x.b.element_type)
+        if self.has_gates(tid):
+            rg[0] = x.a[block.ni, block.t0, hv, tid % self.K] if const_expr(self.per_k) else x.a[block.ni, block.t0, hv]
+            rb[0] = x.b[block.ni, block.t0, hv]
+        return Read(None, None, rg, None, None, rb)
+
+    @cute.jit
+    def own_gate(self, x, A_shared, dt_shared, hq, hv, tid):
+        """`gate_of`, by the threads of `read_own_gates`: of KDA a key's bias each."""
+        ah, dh = self.parameters(x.A_log, A_shared, dt_shared, hq, hv)
+        rA, rbias = None, None
+        if const_expr(x.A_log is not None):
+            rA = cute.make_rmem_tensor((1,), x.A_log.element_type)
+        if const_expr(x.dt_bias is not None):
+            rbias = cute.make_rmem_tensor((1,), x.dt_bias.element_type)
+        if self.has_gates(tid):
+            if const_expr(x.A_log is not None):
+                rA[0] = x.A_log[ah]
+            if const_expr(x.dt_bias is not None):
+                rbias[0] = x.dt_bias[dh, tid % self.K] if const_expr(self.per_k) else x.dt_bias[dh]
+        return Gate(rA, F32(0.0), dh, rbias)
+
+    def has_gates(self, tid):
+        """Whether a thread computes a decay for all, or is in a warp that does."""
+        return tid >= self.threads - (self.K if self.per_k else 32)
+
+    @cute.jit
+    def hand_gates(self, handed, read, gate, options, tid):
+        """A token's decays, of KDA one a key, and behind them beta, to shared memory, ahead of the convolution's barrier."""
+        A = F32(0.0) if const_expr(gate.A is None) else gate.A[0].to(F32)
+        bias = F32(0.0) if const_expr(gate.rbias is None) else gate.rbias[0].to(F32)
+        if tid >= self.threads - self.decays:
+            handed[tid % self.decays] = self.decay_of(read.g[0].to(F32), A, bias, options)
+        if tid == self.threads - 1:
+            handed[self.decays] = self.beta_of(read.b[0].to(F32), options.beta_scale)
+
+    @cute.jit
     def gate_of_key(self, x, A_shared, dt_shared, hq, hv, tid):
         """`gate_of` where a thread computes the decay of one key."""
         ah, dh = self.parameters(x.A_log, A_shared, dt_shared, hq, hv)
@@ -235,9 +285,14 @@ class Layer(layer_norm.Normed):
             rx = self.per_row(self.tokens, conv.mixed.element_type)
             for r in cutlass.range_constexpr(self.rounds):
                 for t in cutlass.range_constexpr(self.tokens):
-                    if t < block.length:
+                    if t < block.length and (const_expr(not self.roles) or self.has_channels(thread.tid)):
                         self.read_channels(conv.mixed[block.ni, block.t0 + t, None], taps.places[r], rx[r, t, None])
-        read = self.read_gates(x, conv.ratio, of_lane, thread) if const_expr(self.convolves) else self.read(x, block, thread)
+        if const_expr(self.roles):
+            read = self.read_own_gates(x, conv.ratio, of_lane, thread.tid)
+        elif const_expr(self.convolves):
+            read = self.read_gates(x, conv.ratio, of_lane, thread)
+        else:
+            read = self.read(x, block, thread)
         rz = self.read_gate(output_gate, conv.ratio, block, heads, thread.tid) if const_expr(self.normed) else None
         return Brought(read, rz, rx)
 
@@ -264,13 +319,21 @@ class Layer(layer_norm.Normed):
             shape, stride = (self.warps, self.K), (self.K, 1)
             sG = smem.allocate_tensor(F32, cute.make_layout(shape, stride=stride), 16)[thread.tid // 32, None]
         decay, beta = F32(1.0), F32(1.0)
-        if const_expr(self.once):
+        if const_expr(self.handed):
             recurrent.widen(read.q, fq, self.spread)
             recurrent.widen(read.k, fk, self.spread)
-            self.read_key(shared.decays, fg, thread.lane)
-            beta = self.beta_of(read.b, options.beta_scale)
+            if const_expr(self.per_k):
+                self.read_key(shared.decays, fg, thread.lane)
+            else:
+                decay = shared.decays[0]
+            beta = shared.decays[self.decays] if const_expr(self.roles) else self.beta_of(read.b, options.beta_scale)
         else:
             decay, beta = self.use_token(read, gate, options, sG, fq, fk, fg, thread)
+        kq = F32(0.0)
+        if const_expr(self.fence):
+            # while the state is on its way: no sum that waits for it moves ahead of these
+            kq = self.normalise(fq, fk, options, thread, sR)
+            cute.arch.sync_warp()
         v = x.v[block.ni, block.t0, block.hv, None]
         chunks = shared.heads * self.head_chunks if const_expr(self.share > 1) else Int32(self.chunks)
         for first in cutlass.range(0, chunks, self.turn, unroll=1):
@@ -291,7 +354,7 @@ class Layer(layer_norm.Normed):
                 if const_expr(self.share > 1):
                     decay = shared.scalars[0, it // self.head_chunks, 0]
                     beta = shared.scalars[0, it // self.head_chunks, 1]
-                token = recurrent.Token(fq, fk, fg, decay, beta, F32(0.0))
+                token = recurrent.Token(fq, fk, fg, decay, beta, kq)
                 o = x.output[block.ni, block.t0, block.hv, None]
                 scaled = self.advance(fh, rw, token, F32(1.0), options, row0, unit, thread, sR, 0, o)
                 if const_expr(self.sends_early):
@@ -397,8 +460,8 @@ class Layer(layer_norm.Normed):
         else:
             hq, shares = divmod(hv, heads)
         decays = None
-        if const_expr(self.once):
-            decays = smem.allocate_tensor(F32, cute.make_layout((self.K,)), 16)
+        if const_expr(self.handed):
+            decays = smem.allocate_tensor(F32, cute.make_layout((self.decays + 4 * self.roles,)), 16)
         part = lane % self.lanes // self.alike
         home = tid % 32 - lane if const_expr(self.k_last) else tid % self.step
         thread = Thread(tid, lane, group, part, home)
@@ -478,17 +541,21 @@ class Layer(layer_norm.Normed):
 
         if live:
             source = state[Int64(slot), hv, None, None]
-            window = None
+            window, factors = None, None
             if const_expr(self.apart):
                 # A warp waits for all its loads at once: those that convolve ask for their rows behind it, the others do not wait.
                 first_of_head = shares == 0 and vt == 0
-                if const_expr(self.once):
+                if const_expr(self.roles):
+                    self.hand_gates(decays, early.read, gate, options, tid)
+                elif const_expr(self.once):
                     self.hand_decays(decays, early.read, gate, options, tid)
-                if tid // 32 * 32 < self.channels // self.load:
+                if self.has_channels(tid):
                     apart = self.read_window(conv, window_slot, held, at, taps)
                     self.convolve(taps, apart, early.rows, sX, mine, block, tid)
                     if moved:
                         self.store_window(conv, moves_to, at, taps, apart, early.rows, mine, block, first_of_head, tid)
+                if const_expr(self.roles and self.normed):
+                    factors = self.weighed(early.gate, rw, block, own_heads, tid)
             if const_expr(self.convolves and not self.state_first and not self.apart):
                 window = self.read_window(conv, window_slot, held, at, taps)
                 cute.arch.sync_warp()
@@ -525,7 +592,8 @@ class Layer(layer_norm.Normed):
             norm = None
             if const_expr(self.normed):
                 of_warp, squares = self.rows_in_registers(F32), cute.make_rmem_tensor((self.norm_rows,), F32)
-                factors = self.weighed(late.gate, rw, block, own_heads, tid)
+                if const_expr(not self.roles):
+                    factors = self.weighed(late.gate, rw, block, own_heads, tid)
                 norm = Norm(sO, factors, output, norm_eps, of_warp, squares, sums, arrived, block)
             if const_expr(self.beyond):
                 if const_expr(self.row):

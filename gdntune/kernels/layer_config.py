@@ -88,6 +88,13 @@ class Knobs(recurrent_config.Knobs):
         " before they ask for their rows, which the other warps do at once (T = 1)",
         default=False,
     )
+    roles: bool = knob(
+        "ro",
+        "of apart: a warp asks for what its part needs alone, the first ones for taps and channels, the"
+        " last ones for gates, the last one for the norm's weight and gate; decays and beta are computed"
+        " once a block",
+        default=False,
+    )
 
 
 def compiled_tokens(c: Contract) -> int:
@@ -141,6 +148,9 @@ def block(c: Contract, s: Knobs) -> Block:
     if s.share > 1:
         # decay and beta
         shared += 8 * tokens * s.share
+    if s.roles:
+        # a decay of GDN, and beta
+        shared += 32
     if s.copied:
         shared += s.ahead * chunk_rows(c, s) * c.K * ITEMSIZE[c.state_dtype]
     if s.sent:
@@ -174,8 +184,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         )
     if s.group > 1 and s.heads:
         return "heads=True with group > 1: a cluster's blocks are neighbours, expected False"
-    if s.fence:
-        return "fence=True: a convolution's barrier stands there already, expected False"
+    if s.fence and not s.roles:
+        return "fence=True with roles=False: a convolution's barrier stands there already, expected False"
     if c.norm != "none" and s.tile_v != c.V:
         if c.V // s.tile_v > MOST or s.tile_v % 32:
             return (
@@ -230,6 +240,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return "window_first=True: expected copied=True at T=1 with a convolution"
     if s.apart and (why := _refuse_apart(c, s)):
         return why
+    if s.roles and not s.apart:
+        return "roles=True with apart=False: expected apart=True, warps that convolve first"
     if block(c, s).shared_bytes > SHARED_BYTES:
         return (
             f"{block(c, s).shared_bytes} bytes of shared memory a block: expected at most"
@@ -291,7 +303,7 @@ def _worth(c: Contract, s: Knobs) -> bool:
 
 
 class _Form(NamedTuple):
-    """A setting of 16 lanes a row, its rows spread; tile_v 0: a whole head."""
+    """A setting with its rows spread; tile_v 0: a whole head."""
 
     threads: int
     ilp: int
@@ -307,6 +319,9 @@ class _Form(NamedTuple):
     once: bool = False
     window_first: bool = False
     apart: bool = False
+    roles: bool = False
+    fence: bool = False
+    lanes: int = 16
 
 
 # What won somewhere, or was within 1% of it, on an H200 with H=16, HV=64 (KDA: 32 and 12), K=V=128,
@@ -355,6 +370,23 @@ _APART = (
     _Form(256, 4, 64, stores="first", apart=True),
     _Form(128, 4, 32, stores="first", apart=True),
 )
+# Of these, warps with roles, on which no GPU has run yet. In machine code for sm_90a each warp of
+# `apart` waits for all constants before it asks for its rows: their registers are written again.
+# Here a warp without a role waits for the state's index alone. Predicted for KDA at B=4, fp32,
+# HV=32: 5.7 us where L2 was emptied (6.45 without roles; FlashInfer 5.57), 7.9 in a chain (8.10).
+_ROLES = tuple(
+    form._replace(apart=True, roles=True, fence=fence)
+    for form in (
+        _Form(512, 4),
+        _Form(512, 4, stores="first"),
+        _Form(256, 4, ahead=2),
+        _Form(256, 4, 64),
+        _Form(128, 4, 32),
+    )
+    for fence in (False, True)
+)
+# a warp's load is a whole row of a state in fp32
+_ROLES_WIDE = (_Form(512, 8, apart=True, roles=True, fence=True, lanes=32),)
 # of states in fp32, where a head's 64 KB on their way at once are four chunks, or two of 256 threads
 _ONE_WIDE = (
     *_ONE,
@@ -423,16 +455,17 @@ def _measured(c: Contract, device: Device) -> list[Knobs]:
     wide = c.state_dtype == "fp32"
     forms: tuple[_Form, ...] = (*(_SEVERAL_WIDE if wide else _SEVERAL), *_SEVERAL_SENT)
     if compiled_tokens(c) == 1:
-        forms = (*(_ONE_WIDE if wide else _ONE), *_SENT, *_APART)
+        forms = (*(_ONE_WIDE if wide else _ONE), *_SENT, *_APART, *_ROLES)
+        forms += _ROLES_WIDE if wide else ()
     if c.conv != "none" and c.conv_window != "ring" and c.op == "gdn_decode":
         forms = _ONE_SHIFTED if compiled_tokens(c) == 1 else _SEVERAL_SHIFTED
     found = [
         Knobs(
-            f.tile_v or c.V, f.ilp, 16 // ITEMSIZE[c.state_dtype], 16, f.threads, early=True,
-            spread=True, registers=f.registers, ahead=f.ahead, copied=f.copied,
+            f.tile_v or c.V, f.ilp, 16 // ITEMSIZE[c.state_dtype], f.lanes, f.threads, early=True,
+            fence=f.fence, spread=True, registers=f.registers, ahead=f.ahead, copied=f.copied,
             share=f.share, group=f.group, stores=f.stores, beyond=f.beyond,
             row=c.intermediate == "slots", sent=f.sent, window_first=f.window_first,
-            once=f.once or ((f.sent or f.apart) and _decays(c)), apart=f.apart,
+            once=f.once or ((f.sent or f.apart) and _decays(c)), apart=f.apart, roles=f.roles,
         )
         for f in forms
         if _has_clusters(device)

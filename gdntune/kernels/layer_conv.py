@@ -52,7 +52,8 @@ class Convolved(layer_rows.Rows):
         self.interleaved = facts.get("interleaved", False)
         # channels that a block convolves; those of a load, and loads of them that a thread makes
         self.channels = 2 * self.K + self.tile_v
-        self.load = 2 if self.channels <= 2 * self.threads else 4
+        self.roles = knobs["roles"]
+        self.load = 2 if self.channels <= 2 * self.threads and not self.roles else 4
         self.rounds = -(-self.channels // (self.load * self.threads))
 
     @cute.jit
@@ -84,10 +85,15 @@ class Convolved(layer_rows.Rows):
             channels[r] = self.channel(e, block, conv.H)
             if const_expr(self.interleaved):
                 places[r] = self.place_of(e, block, conv.ratio)
-            cute.autovec_copy(cute.local_tile(conv.weight, (W,), (channels[r] // self.load,)), rw[r, None])
-            if const_expr(conv.bias is not None):
-                self.read_channels(conv.bias, channels[r], rb[r, None])
+            if const_expr(not self.roles) or self.has_channels(tid):
+                cute.autovec_copy(cute.local_tile(conv.weight, (W,), (channels[r] // self.load,)), rw[r, None])
+                if const_expr(conv.bias is not None):
+                    self.read_channels(conv.bias, channels[r], rb[r, None])
         return Taps(channels, places, rw, rb)
+
+    def has_channels(self, tid):
+        """Whether a thread's warp has channels to convolve."""
+        return tid // 32 * 32 < self.channels // self.load
 
     def per_channel(self, dtype):
         """Registers for a value of each of a thread's channels."""

@@ -59,7 +59,9 @@ class Normed(layer_conv.Convolved):
 
     def row_of(self, r, tid):
         """Token and head of the r-th row that a warp normalises."""
-        i = tid // 32 + r * self.warps
+        # with roles the last warp has the first row: the first warps convolve
+        warp = self.warps - 1 - tid // 32 if self.roles else tid // 32
+        i = warp + r * self.warps
         return i // self.share, i % self.share
 
     @cute.jit
@@ -134,7 +136,8 @@ class Normed(layer_conv.Convolved):
         """A warp's rows normalised, times weight and gate, to the output."""
         wl = tid % 32
         if const_expr(self.cluster > 1):
-            if tid // 32 < block.length:
+            first, _ = self.row_of(0, tid)
+            if first < block.length:
                 cute.arch.mbarrier_wait(norm.arrived, 0)
         for r in cutlass.range_constexpr(self.norm_rows):
             t, g = self.row_of(r, tid)

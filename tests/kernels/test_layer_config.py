@@ -55,6 +55,8 @@ WHOLE = Knobs(128, 4, 4, 16, 256, early=True, spread=True)
         ({"sent": True, "ahead": 2, "copied": True}, "copied=False"),
         ({"once": True, "threads": 64, "ilp": 8}, "a thread a key"),
         ({"window_first": True}, "copied=True"),
+        ({"roles": True}, "apart=True"),
+        ({"fence": True, "apart": True, "once": True}, "roles=False"),
     ],
 )
 def test_rows_that_are_sent_and_decays_once(knobs, reason):

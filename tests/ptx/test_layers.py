@@ -65,6 +65,19 @@ APART = row(
     stores="first",
     pdl="first",
 )
+ROLES = row(
+    Contract(**KDA, state_dtype="fp32"),
+    1,
+    ilp=8,
+    threads=512,
+    vec=4,
+    lanes=32,
+    apart=True,
+    once=True,
+    roles=True,
+    fence=True,
+    pdl="first",
+)
 ROWS = [
     ONE,
     row(Contract(**STEP), 2, tile_v=32, ilp=2, threads=256, pdl="first"),
@@ -167,6 +180,30 @@ ROWS = [
     APART,
     row(Contract(**KDA), 1, tile_v=32, ilp=4, threads=128, apart=True, once=True),
     row(Contract(**STEP, conv_bias=True), 3, ilp=4, threads=512, apart=True, pdl="first"),
+    # of these, warps that ask for what their part needs alone
+    ROLES,
+    row(Contract(**KDA), 1, tile_v=32, ilp=4, threads=128, apart=True, once=True, roles=True),
+    row(
+        Contract(**STEP, conv_bias=True),
+        3,
+        ilp=4,
+        threads=512,
+        apart=True,
+        roles=True,
+        pdl="first",
+    ),
+    row(
+        Contract(**STEP, conv_input="interleaved", state_dtype="fp32"),
+        2,
+        tile_v=64,
+        ilp=4,
+        vec=4,
+        threads=256,
+        apart=True,
+        roles=True,
+        fence=True,
+    ),
+    row(Contract(conv="silu"), 2, ilp=4, threads=256, ahead=2, apart=True, roles=True),
     # windows that are shifted in place, by a cluster of their readers: with idle blocks, of one head each, of two
     WINDOW,
     row(
