@@ -103,7 +103,12 @@ class Recurrent(RecurrentTokens):
         smem = SmemAllocator()
         sR = self.shared_sums(smem)
         stage = self.shared_stage(smem, x.v.element_type)
-        self.write_stage(stage, read, x.dt_bias, gate, options, block.length, thread.tid)
+        if const_expr(self.fence):
+            # as for one token
+            if options.beta_scale != F32(0.0):
+                self.write_stage(stage, read, x.dt_bias, gate, options, block.length, thread.tid)
+        else:
+            self.write_stage(stage, read, x.dt_bias, gate, options, block.length, thread.tid)
         cute.arch.sync_threads()
         # rolled, as for one token
         for it in cutlass.range(self.chunks, unroll=1):

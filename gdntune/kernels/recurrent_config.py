@@ -40,7 +40,7 @@ class Knobs(TileKnobs):
     )
     fence: bool = knob(
         "fence",
-        "T=1: a branch keeps what needs q, k and the gate behind the state's loads, and q and k are"
+        "a branch keeps what needs q, k and the gate behind the state's loads; at T=1 q and k are"
         " normalised there",
         default=False,
     )
@@ -144,11 +144,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             f"heads=True: accepted at T=1 with more than one tile a head, tile_v={s.tile_v} of"
             f" V={c.V}"
         )
-    if s.fence and (not s.early or compiled_tokens(c) > 1 or c.layout == "v_last"):
-        return (
-            "fence=True: accepted with k_last at T=1 and early=True, where loads stand before the"
-            " gate"
-        )
+    if s.fence and (not s.early or c.layout == "v_last"):
+        return "fence=True: accepted with k_last and early=True, where loads stand before the gate"
     if s.row and c.intermediate != "slots":
         return (
             f"row=True with intermediate={c.intermediate}: expected slots, of which a row is read"
@@ -188,7 +185,7 @@ def _all_of(vectors: tuple[int, ...], k_last: bool, loop: bool) -> tuple[Knobs, 
     return tuple(
         Knobs(tile_v, ilp, vec, lanes, threads, split, run, early, fence, spread, heads, registers)
         for early in (True, False)
-        for fence in ((False, True) if early and not loop else (False,))
+        for fence in ((False, True) if early else (False,))
         for threads in ((128, 64, 256, 32) if k_last else (128, 64, 256, 512))
         for vec in vectors
         for lanes in ((16, 8, 32, 4) if k_last else (4, 8, 2, 16, 1))
@@ -249,8 +246,16 @@ _ANYWHERE: tuple[_Row, ...] = (
     (lambda x: x.chunks > 2, "won nowhere"),
     (lambda x: x.elements < 8, "won nowhere"),
     (
-        lambda x: x.s.fence and (x.c.op == "gdn_decode" or x.elements > 32 or not x.s.spread),
-        "a fence pays for KDA alone, whose gates are many, where few registers wait behind it",
+        lambda x: (
+            x.s.fence
+            and not x.loop
+            and (x.c.op == "gdn_decode" or x.elements > 32 or not x.s.spread)
+        ),
+        "at T=1 a fence pays for KDA alone, whose gates are many, where few registers wait behind it",
+    ),
+    (
+        lambda x: x.s.fence and x.loop and not (x.s.spread and x.elements >= 32),
+        "of several tokens it was not measured yet: tried beside what won most",
     ),
 )
 _V_LAST: tuple[_Row, ...] = (

@@ -108,12 +108,22 @@ class RecurrentTokens(RecurrentRows):
         rk = cute.make_rmem_tensor(per_token, x.k.element_type)
         rg = cute.make_rmem_tensor(per_token, x.a.element_type)
         rs = cute.make_rmem_tensor(cute.make_layout((self.stage_tokens, 2), stride=(2, 1)), F32)
+        ga, gb = rs[None, 0], rs[None, 1]
+        if const_expr(self.fence):
+            # as they come: a conversion would be waited for ahead of the state's loads
+            ga = cute.make_rmem_tensor((self.stage_tokens,), x.a.element_type)
+            gb = cute.make_rmem_tensor((self.stage_tokens,), x.b.element_type)
         rv = cute.make_rmem_tensor(
             cute.make_layout((self.stage_values, self.VW), stride=(self.VW, 1)), x.v.element_type
         )
+        # Behind a fence a token that is missing is the last one: in a branch the arithmetic that needs a
+        # load is made next to it, and one token's is waited for ahead of the next one's load.
+        last = block.length - 1
         for r in cutlass.range_constexpr(self.stage_tokens):
             t = tid // 32 + r * self.warps
-            if t < block.length:
+            if const_expr(self.fence and not self.ragged):
+                t = cutlass.min(t, last)
+            if const_expr(self.fence and not self.ragged) or t < block.length:
                 self.read_lane(x.q[block.ni, block.t0 + t, block.hq, None], rq[r, None], tid % 32)
                 self.read_lane(x.k[block.ni, block.t0 + t, block.hq, None], rk[r, None], tid % 32)
                 if const_expr(self.per_k):
@@ -121,16 +131,18 @@ class RecurrentTokens(RecurrentRows):
                         x.a[block.ni, block.t0 + t, block.hv, None], rg[r, None], tid % 32
                     )
                 else:
-                    rs[r, 0] = x.a[block.ni, block.t0 + t, block.hv].to(F32)
-                rs[r, 1] = x.b[block.ni, block.t0 + t, block.hv].to(F32)
+                    ga[r] = x.a[block.ni, block.t0 + t, block.hv].to(ga.element_type)
+                gb[r] = x.b[block.ni, block.t0 + t, block.hv].to(gb.element_type)
         for r in cutlass.range_constexpr(self.stage_values):
             e = r * self.threads + tid
             t = e // (self.tile_v // self.VW)
-            if t < block.length:
+            if const_expr(self.fence and not self.ragged):
+                t = cutlass.min(t, last)
+            if const_expr(self.fence and not self.ragged) or t < block.length:
                 at = block.v0 // self.VW + e % (self.tile_v // self.VW)
                 row = x.v[block.ni, block.t0 + t, block.hv, None]
                 cute.autovec_copy(cute.local_tile(row, (self.VW,), (at,)), rv[r, None])
-        return Read(rq, rk, rg, rv, rs[None, 0], rs[None, 1])
+        return Read(rq, rk, rg, rv, ga, gb)
 
     @cute.jit
     def read_lane(self, source, target, wl):
@@ -168,10 +180,10 @@ class RecurrentTokens(RecurrentRows):
                             read.g[r, j].to(F32), gate.A, bk, options
                         )
                 else:
-                    decay = self.decay_of(read.a[r], gate.A, gate.bias, options)
+                    decay = self.decay_of(read.a[r].to(F32), gate.A, gate.bias, options)
                 if wl == 0:
                     stage.scalars[t, 0] = decay
-                    stage.scalars[t, 1] = self.beta_of(read.b[r], options.beta_scale)
+                    stage.scalars[t, 1] = self.beta_of(read.b[r].to(F32), options.beta_scale)
                     stage.scalars[t, 2] = kq * iq * ik
         for r in cutlass.range_constexpr(self.stage_values):
             e = r * self.threads + tid

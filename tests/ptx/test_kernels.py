@@ -155,6 +155,30 @@ def test_behind_a_fence(contract, knobs, builder):
 
 
 @pytest.mark.parametrize(
+    ("contract", "options"),
+    [
+        (Contract(tokens=4, mode="frozen", intermediate="slots", accepted=True), {}),
+        (KDA.replace(mode="frozen", intermediate="indexed"), {}),
+        (Contract(tokens=5, state_dtype="fp32", ragged=True), {"lengths": (5, 0, 1)}),
+    ],
+    ids=("GDN, slots", "KDA, three tokens", "GDN, ragged"),
+)
+def test_tokens_behind_a_fence(contract, options, builder):
+    """`recurrent` with tokens that are missing: of a call, or of a request."""
+    kernel = kernels.get("recurrent")
+    knobs = next(
+        s for s in kernel.space(contract, arch.target(cover.ARCH)) if s.fence and s.tile_v < 128
+    )
+    case = make_case(
+        Problem(contract, 3, 1, 2), "cpu", 0, padding=0.3, slot_stride_pad=64, **options
+    )
+    truth = Truth(case)
+    case = truth.before.clone()
+    call.decode(builder.get(contract, kernel.variant(knobs)), contract)(*case.arguments())
+    truth.judge(case).require()
+
+
+@pytest.mark.parametrize(
     ("contract", "knobs"),
     [
         (Contract(tokens=8), wy_block_config.Knobs(32, 2, ahead=4)),
