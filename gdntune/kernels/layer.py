@@ -130,7 +130,8 @@ class Layer(layer_norm.Normed):
         rw, taps = None, None
         if const_expr(self.normed):
             rw = cute.make_rmem_tensor((self.VL,), norm_weight.element_type)
-            if const_expr(not self.roles) or tid >= self.threads - 32:
+            first_row, _ = self.row_of(0, tid)
+            if const_expr(not self.lean) or first_row < self.tokens:
                 self.read_row(norm_weight, rw, block, tid % 32)
         if const_expr(self.convolves):
             taps = self.read_taps(conv, mine, block, tid)
@@ -285,7 +286,7 @@ class Layer(layer_norm.Normed):
             rx = self.per_row(self.tokens, conv.mixed.element_type)
             for r in cutlass.range_constexpr(self.rounds):
                 for t in cutlass.range_constexpr(self.tokens):
-                    if t < block.length and (const_expr(not self.roles) or self.has_channels(thread.tid)):
+                    if t < block.length and (const_expr(not self.lean) or self.has_channels(thread.tid)):
                         self.read_channels(conv.mixed[block.ni, block.t0 + t, None], taps.places[r], rx[r, t, None])
         if const_expr(self.roles):
             read = self.read_own_gates(x, conv.ratio, of_lane, thread.tid)
@@ -552,8 +553,9 @@ class Layer(layer_norm.Normed):
                 if self.has_channels(tid):
                     apart = self.read_window(conv, window_slot, held, at, taps)
                     self.convolve(taps, apart, early.rows, sX, mine, block, tid)
-                    if moved:
-                        self.store_window(conv, moves_to, at, taps, apart, early.rows, mine, block, first_of_head, tid)
+                    if const_expr(self.moves):
+                        if moved:
+                            self.store_window(conv, moves_to, at, taps, apart, early.rows, mine, block, first_of_head, tid)
                 if const_expr(self.roles and self.normed):
                     factors = self.weighed(early.gate, rw, block, own_heads, tid)
             if const_expr(self.convolves and not self.state_first and not self.apart):

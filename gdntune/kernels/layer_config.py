@@ -85,7 +85,8 @@ class Knobs(recurrent_config.Knobs):
     apart: bool = knob(
         "ap",
         "warps that have channels convolve them, and those that have KDA's decays compute these,"
-        " before they ask for their rows, which the other warps do at once (T = 1)",
+        " before they ask for their rows, which the other warps do at once; of several tokens only warps"
+        " that have channels ask for them",
         default=False,
     )
     roles: bool = knob(
@@ -240,8 +241,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return "window_first=True: expected copied=True at T=1 with a convolution"
     if s.apart and (why := _refuse_apart(c, s)):
         return why
-    if s.roles and not s.apart:
-        return "roles=True with apart=False: expected apart=True, warps that convolve first"
+    if s.roles and not (s.apart and one):
+        return "roles=True: expected apart=True, warps that convolve first, and T=1"
     if block(c, s).shared_bytes > SHARED_BYTES:
         return (
             f"{block(c, s).shared_bytes} bytes of shared memory a block: expected at most"
@@ -253,8 +254,10 @@ def refuse(c: Contract, s: Knobs) -> str | None:
 def _refuse_apart(c: Contract, s: Knobs) -> str | None:
     """Why warps cannot convolve ahead of their own rows' loads."""
     ring = c.conv != "none" and c.conv_window == "ring"
-    if compiled_tokens(c) != 1 or not ring or c.intermediate != "none" or c.layout != "k_last":
-        return "apart=True: expected T=1, k_last, a window as a ring and no states of tokens"
+    if not ring or c.intermediate not in ("none", "slots") or c.layout != "k_last":
+        return (
+            "apart=True: expected k_last, a window as a ring and no states of tokens but in slots"
+        )
     if s.copied or s.sent or s.share != 1:
         return "apart=True: expected rows in registers and share=1"
     if s.pdl == "state":
@@ -417,6 +420,13 @@ _SEVERAL_SENT = (
     _Form(128, 8, 64, sent=True, stores="first"),
     _Form(256, 4, ahead=2, sent=True),
 )
+# As `_ROLES`: no GPU has run them yet.
+_SEVERAL_APART = (
+    _Form(256, 4, 64, apart=True),
+    _Form(256, 4, 64, stores="first", apart=True),
+    _Form(128, 8, 64, apart=True),
+    _Form(256, 4, apart=True),
+)
 _SEVERAL_WIDE = (
     _Form(256, 4),
     _Form(256, 4, 64),
@@ -453,7 +463,11 @@ def _measured(c: Contract, device: Device) -> list[Knobs]:
     if (c.layout, c.K, c.V) != ("k_last", 128, 128) or c.norm == "none":
         return []
     wide = c.state_dtype == "fp32"
-    forms: tuple[_Form, ...] = (*(_SEVERAL_WIDE if wide else _SEVERAL), *_SEVERAL_SENT)
+    forms: tuple[_Form, ...] = (
+        *(_SEVERAL_WIDE if wide else _SEVERAL),
+        *_SEVERAL_SENT,
+        *_SEVERAL_APART,
+    )
     if compiled_tokens(c) == 1:
         forms = (*(_ONE_WIDE if wide else _ONE), *_SENT, *_APART, *_ROLES)
         forms += _ROLES_WIDE if wide else ()

@@ -53,7 +53,9 @@ class Convolved(layer_rows.Rows):
         # channels that a block convolves; those of a load, and loads of them that a thread makes
         self.channels = 2 * self.K + self.tile_v
         self.roles = knobs["roles"]
-        self.load = 2 if self.channels <= 2 * self.threads and not self.roles else 4
+        # Whether a warp that has no channels asks for none: with roles, and of several tokens wherever warps are apart.
+        self.lean = self.roles or (knobs["apart"] and self.loop)
+        self.load = 2 if self.channels <= 2 * self.threads and not self.lean else 4
         self.rounds = -(-self.channels // (self.load * self.threads))
 
     @cute.jit
@@ -85,7 +87,7 @@ class Convolved(layer_rows.Rows):
             channels[r] = self.channel(e, block, conv.H)
             if const_expr(self.interleaved):
                 places[r] = self.place_of(e, block, conv.ratio)
-            if const_expr(not self.roles) or self.has_channels(tid):
+            if const_expr(not self.lean) or self.has_channels(tid):
                 cute.autovec_copy(cute.local_tile(conv.weight, (W,), (channels[r] // self.load,)), rw[r, None])
                 if const_expr(conv.bias is not None):
                     self.read_channels(conv.bias, channels[r], rb[r, None])

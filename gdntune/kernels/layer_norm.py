@@ -59,8 +59,8 @@ class Normed(layer_conv.Convolved):
 
     def row_of(self, r, tid):
         """Token and head of the r-th row that a warp normalises."""
-        # with roles the last warp has the first row: the first warps convolve
-        warp = self.warps - 1 - tid // 32 if self.roles else tid // 32
+        # the last warp has the first row where the first warps convolve ahead of all else
+        warp = self.warps - 1 - tid // 32 if self.lean else tid // 32
         i = warp + r * self.warps
         return i // self.share, i % self.share
 

@@ -44,7 +44,7 @@ class HeadNorm(layer_norm.Normed):
 
     def __init__(self, norm: str, V: int, tokens: int, warps: int):
         self.norm, self.V, self.warps = norm, V, warps
-        self.share, self.cluster, self.interleaved, self.roles = 1, 1, False, False
+        self.share, self.cluster, self.interleaved, self.lean = 1, 1, False, False
         self.VL = V // 32
         self.norm_rows = -(-tokens // warps)
 

@@ -55,7 +55,7 @@ WHOLE = Knobs(128, 4, 4, 16, 256, early=True, spread=True)
         ({"sent": True, "ahead": 2, "copied": True}, "copied=False"),
         ({"once": True, "threads": 64, "ilp": 8}, "a thread a key"),
         ({"window_first": True}, "copied=True"),
-        ({"roles": True}, "apart=True"),
+        ({"roles": True}, "apart=True, warps that convolve first, and T=1"),
         ({"fence": True, "apart": True, "once": True}, "roles=False"),
     ],
 )

@@ -204,6 +204,20 @@ ROWS = [
         fence=True,
     ),
     row(Contract(conv="silu"), 2, ilp=4, threads=256, ahead=2, apart=True, roles=True),
+    # several tokens: in slots, ragged, of KDA, and of a call that leaves windows as they are
+    row(
+        Contract(**STEP, **SLOTS),
+        2,
+        tile_v=64,
+        ilp=4,
+        threads=256,
+        row=True,
+        apart=True,
+        pdl="first",
+    ),
+    row(RAGGED, 3, LENGTHS, ilp=4, threads=256, vec=4, apart=True),
+    row(Contract(**KDA, tokens=3), 1, tile_v=64, ilp=8, apart=True),
+    row(Contract(**STEP, tokens=4, mode="frozen"), 2, ilp=4, threads=256, apart=True),
     # windows that are shifted in place, by a cluster of their readers: with idle blocks, of one head each, of two
     WINDOW,
     row(
