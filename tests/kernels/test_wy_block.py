@@ -2,10 +2,6 @@
 spills.
 """
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
-import early_loads
 import pytest
 from ptx.cover import EVERY
 
@@ -69,36 +65,6 @@ def test_it_compiles_without_spills(tmp_path):
         assert built.ok, built.reason
         assert built.manifest.registers > 0
         assert built.manifest.spill_bytes <= SPILL_LIMIT_BYTES
-
-
-def test_a_fence_keeps_arithmetic_behind_the_states_loads():
-    """Fault: ptxas computed KDA's gates, and widened GDN's keys, ahead of the state's loads, which were
-    a memory's latency late; the warp's barrier in the source kept nothing back.
-    """
-    cases = {
-        (contract, fence): Knobs(32, 4, fence=fence)
-        for contract in (Contract(tokens=4), KDA.replace(mode="frozen"))
-        for fence in (False, True)
-    }
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        jobs = {
-            (contract, fence): pool.submit(
-                early_loads.cubin,
-                KERNEL.compiler,
-                dict(KERNEL.facts(contract)),
-                KERNEL.variant(knobs).knobs,
-                "sm_90a",
-            )
-            for (contract, fence), knobs in cases.items()
-        }
-    for (_, fence), job in jobs.items():
-        found = early_loads.early(early_loads.instructions(job.result()))
-        assert found.loads == 16
-        if fence:
-            assert (found.special, found.floats, found.waits) == (0, 0, 1)
-        else:
-            # a compiler that needs no fence: the knob can go
-            assert found.waits > 1
 
 
 @pytest.mark.parametrize(

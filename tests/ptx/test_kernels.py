@@ -23,6 +23,15 @@ DECODE_ROWS = [row for name in cover.decode_kernels() for row in cover.rows(name
 LEFT_OUT = {"input_dtype": {"fp32"}}
 
 
+def require(contract, variant, builder, **options):
+    """A variant is right at three requests, padding among them, of slots that lie apart."""
+    problem = Problem(contract, 3, 1, 2)
+    truth = Truth(make_case(problem, "cpu", 0, padding=0.3, slot_stride_pad=64, **options))
+    case = truth.before.clone()
+    call.decode(builder.get(contract, variant), contract)(*case.arguments())
+    truth.judge(case).require()
+
+
 @pytest.mark.parametrize("row", DECODE_ROWS, ids=lambda row: row.id)
 def test_decode(row, builder):
     """Right by the gate that every variant passes, with no access out of bounds and no race."""
@@ -47,11 +56,7 @@ def test_decode(row, builder):
 )
 def test_states_in_whole_lines(contract, knobs, builder):
     """Final states of which lanes exchange halves before a store: no row above has both."""
-    truth = Truth(make_case(Problem(contract, 3, 1, 2), "cpu", 0, padding=0.3, slot_stride_pad=64))
-    case = truth.before.clone()
-    variant = wy_block_config.KERNEL.variant(knobs)
-    call.decode(builder.get(contract, variant), contract)(*case.arguments())
-    truth.judge(case).require()
+    require(contract, wy_block_config.KERNEL.variant(knobs), builder)
 
 
 @pytest.mark.parametrize(
@@ -147,11 +152,7 @@ def test_a_bf16_state_next_to_the_middle(contract, knobs, builder):
 )
 def test_behind_a_fence(contract, knobs, builder):
     """Arithmetic behind a branch, with requests that have no state beside others."""
-    truth = Truth(make_case(Problem(contract, 3, 1, 2), "cpu", 0, padding=0.3, slot_stride_pad=64))
-    case = truth.before.clone()
-    variant = wy_block_config.KERNEL.variant(knobs)
-    call.decode(builder.get(contract, variant), contract)(*case.arguments())
-    truth.judge(case).require()
+    require(contract, wy_block_config.KERNEL.variant(knobs), builder)
 
 
 @pytest.mark.parametrize(
@@ -169,13 +170,7 @@ def test_tokens_behind_a_fence(contract, options, builder):
     knobs = next(
         s for s in kernel.space(contract, arch.target(cover.ARCH)) if s.fence and s.tile_v < 128
     )
-    case = make_case(
-        Problem(contract, 3, 1, 2), "cpu", 0, padding=0.3, slot_stride_pad=64, **options
-    )
-    truth = Truth(case)
-    case = truth.before.clone()
-    call.decode(builder.get(contract, kernel.variant(knobs)), contract)(*case.arguments())
-    truth.judge(case).require()
+    require(contract, kernel.variant(knobs), builder, **options)
 
 
 @pytest.mark.parametrize(

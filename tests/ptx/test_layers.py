@@ -43,41 +43,12 @@ def row(contract, ratio, options=PADDED, **knobs):
 
 ONE = row(Contract(**STEP), 2, tile_v=64, threads=128, ilp=8)
 WINDOW = row(Contract(**STEP, conv_window="shifted"), 3, threads=256, ilp=4, share=1, group=8)
-SENT = row(
-    Contract(**KDA, state_dtype="fp32"),
-    1,
-    ilp=4,
-    threads=256,
-    vec=4,
-    ahead=2,
-    sent=True,
-    once=True,
-    pdl="first",
-)
-APART = row(
-    Contract(**KDA, state_dtype="fp32"),
-    1,
-    ilp=4,
-    threads=512,
-    vec=4,
-    apart=True,
-    once=True,
-    stores="first",
-    pdl="first",
-)
-ROLES = row(
-    Contract(**KDA, state_dtype="fp32"),
-    1,
-    ilp=8,
-    threads=512,
-    vec=4,
-    lanes=32,
-    apart=True,
-    once=True,
-    roles=True,
-    fence=True,
-    pdl="first",
-)
+# of KDA with fp32 states, decays once a block
+WIDE = {"vec": 4, "once": True, "pdl": "first"}
+KDA_FP32 = Contract(**KDA, state_dtype="fp32")
+SENT = row(KDA_FP32, 1, **WIDE, ilp=4, threads=256, ahead=2, sent=True)
+APART = row(KDA_FP32, 1, **WIDE, ilp=4, threads=512, apart=True, stores="first")
+ROLES = row(KDA_FP32, 1, **WIDE, ilp=8, threads=512, lanes=32, apart=True, roles=True, fence=True)
 ROWS = [
     ONE,
     row(Contract(**STEP), 2, tile_v=32, ilp=2, threads=256, pdl="first"),
