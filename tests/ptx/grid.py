@@ -68,6 +68,9 @@ class Grid:
         self._ready: dict[int, Array] = {}
         self._torn: dict[int, Array] = {}
         self._waiting: dict[int, Array] = {}
+        # of barriers but 0, by number: threads of each block that came, and those that wait
+        self._came: dict[int, Array] = {}
+        self._named: dict[tuple[int, int], Array] = {}
         self.executed = 0
 
     def read(self, name: str) -> Array:
@@ -147,11 +150,35 @@ class Grid:
         """Lets threads wait at a barrier; they go on from an instruction."""
         self._waiting[at] = self._waiting[at] | mask if at in self._waiting else mask
 
+    def meet(self, number: int, count: int, at: int, mask: Array, i: Instruction) -> None:
+        """Threads come to a barrier of `count` threads of their block, and wait there to go on from
+        an instruction; at < 0: they do not wait. It puts nothing in order: a kernel that needs more
+        than that others have come is told so by the races.
+        """
+        came = self._came.setdefault(number, np.zeros(self.blocks, np.int64))
+        came += mask.reshape(self.blocks, -1).sum(1)
+        if (came > count).any():
+            raise Fault(
+                f"more than {count} threads of a block come to barrier {number}, line {i.line}"
+            )
+        if at >= 0:
+            key = (at, number)
+            self._named[key] = self._named[key] | mask if key in self._named else mask
+        whole = np.repeat(came == count, self.threads)
+        came[came == count] = 0
+        for key, waiting in list(self._named.items()):
+            if key[1] == number:
+                self.go(key[0], waiting & whole)
+                self._named[key] = waiting & ~whole
+
     def _release(self) -> bool:
         """Lets the blocks go on that are whole at a barrier; whether any does. A fault where threads
         wait and none can.
         """
         if not self._waiting and not self._torn:
+            for (_, number), mask in self._named.items():
+                if mask.any():
+                    raise Fault(f"threads wait at barrier {number}, and no others come")
             return False
         nobody = np.zeros(self.size, np.bool_)
         torn = np.logical_or.reduce([nobody, *self._torn.values()])
@@ -210,8 +237,15 @@ def _barrier(grid: Grid, at: int, i: Instruction, threads: Threads, taking: Thre
     if i.parts[1] == "warp":
         _warp_barrier(grid, at, i, threads, taking)
         return
+    if len(i.operands) == 2 and i.operands[0] != "0" and kind in (["sync"], ["arrive"]):
+        number, count = map(int, i.operands)
+        grid.go(at + 1, threads.mask & ~taking.mask)
+        if kind == ["arrive"]:
+            grid.go(at + 1, taking.mask)
+        grid.meet(number, count, at + 1 if kind == ["sync"] else -1, taking.mask, i)
+        return
     if kind != ["sync"] or i.operands not in (("0",), ()):
-        raise Unmodelled(f"{i.text}: expected barrier 0 of the whole block")
+        raise Unmodelled(f"{i.text}: expected barrier 0 of the whole block, or one of some threads")
     grid.go(at + 1, threads.mask & ~taking.mask)
     if taking.any():
         grid.wait(at + 1, taking.mask)

@@ -161,11 +161,22 @@ def test_copies_land_when_they_are_waited_for():
     assert (run(first + read.format(at="+1024")) == -1).all()
 
 
+def test_a_barrier_of_some_threads():
+    """Warps that only arrive go on; the others wait for as many as it says."""
+    upper = "setp.ge.u32 %p1, %r1, 32;"
+    both = "@%p1 bar.sync 1, 64; @!%p1 bar.arrive 1, 64; mov.b32 %r9, 7;"
+    assert (run(upper + both) == 7).all()
+    with pytest.raises(Fault, match="threads wait at barrier 1, and no others come"):
+        run(upper + "@%p1 bar.sync 1, 64; mov.b32 %r9, 7;")
+    with pytest.raises(Fault, match="more than 32 threads of a block come to barrier 1"):
+        run("bar.arrive 1, 32; mov.b32 %r9, 7;")
+
+
 def test_what_is_not_modelled_is_refused_by_name():
     """No instruction is passed over in silence."""
     for text in (
         "atom.global.add.u32 %r9, [%rd5], 1;",
-        "bar.sync 1, 32;",
+        "bar.red.popc.u32 %r9, 1, %p1;",
         "frobnicate.f32 %r9, %r4;",
     ):
         with pytest.raises(Unmodelled, match=text.split()[0].split(".")[0]):
