@@ -99,8 +99,13 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
     serve a contract of the other, as those of a layer's step and of the delta rule alone; the
     second's rules then say theirs. A contract whose choices differ is refused, unless `prefer`
     says whose rule counts; where the choices agree, the first's evidence, or the preferred one's,
-    is kept. `evidence.sources` holds what each table said of itself. Raises TableError.
+    is kept. With `prefer` the other's rules for the same contracts are out before all that, and
+    with them the code that they alone name. `evidence.sources` holds what each table said of itself. Raises TableError.
     """
+    if prefer == "first":
+        b = _without(b, {r.when for r in a.rules})
+    elif prefer == "second":
+        a = _without(a, {r.when for r in b.rules})
     if faults := _faults(a, b):
         raise TableError(
             f"not merged: {'; '.join(faults)}; sweep again, so that both are measured alike"
@@ -132,6 +137,19 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
         evidence=joined_origins((a.evidence, b.evidence), rules),
         variants={name: TableVariant(v.kernel, v.knobs) for name, v in sorted(named.items())},
         rules=tuple(rules),
+    )
+
+
+def _without(t: Table, contracts: set[Contract]) -> Table:
+    """A table without its rules for some contracts, and without what these alone name."""
+    rules = tuple(r for r in t.rules if r.when not in contracts)
+    names = {i.variant for r in rules for i in r.intervals}
+    kernels = {t.variants[name].kernel for name in names}
+    return msgspec.structs.replace(
+        t,
+        rules=rules,
+        variants={name: v for name, v in t.variants.items() if name in names},
+        kernels={name: f for name, f in t.kernels.items() if name in kernels},
     )
 
 

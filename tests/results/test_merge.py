@@ -214,6 +214,18 @@ def test_code_that_compiles_to_the_same_objects_is_the_same(monkeypatch):
         merge.merge(A, made((FOUR, 8, "a"), kernels={"recurrent": "f3"}))
 
 
+def test_what_a_newer_sweep_replaces_may_be_of_other_code():
+    """Fault: contracts that were swept again, by a kernel that was changed, could not replace the old
+    rules, though no other rule named that kernel. Where one does, it is refused as before.
+    """
+    new = made((FOUR, 8, "a"), kernels={"recurrent": "f3"})
+    old = made((FOUR, 8, "b"), kernels={"recurrent": "f1"})
+    for t in (merge.merge(new, old, "first"), merge.merge(old, new, "second")):
+        assert t.kernels == {"recurrent": "f3"} and t.find(FOUR, 8)[0].at(8).variant == "a"
+    with pytest.raises(TableError, match="the code of recurrent is not the same"):
+        merge.merge(new, A, "first")
+
+
 def test_a_measured_peak_may_differ():
     """The peak of a CPU is measured anew in each sweep; the device is the same."""
     device = replace(A.device, peak_gb_s=3000.0, peak_source="measured")
