@@ -30,12 +30,13 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from gdntune.kernels import decode
 from gdntune.kernels import fragments as fr
 from gdntune.kernels.wy_block_final import BlockFinal
+from gdntune.kernels.wy_block_gdn import CHUNK
 from gdntune.kernels.wy_operands import Operands, allocate
 
 F32 = Float32
@@ -58,9 +59,29 @@ class Span:
         """Where token t lies; the last one for those that are missing."""
         return self.first + (t if self.ragged else cutlass.min(t, self.length - 1))
 
+    def piece(self, x, t, head, n: int, at):
+        """Elements n * at to n * at + n of a head's vector of token t of a tensor [B, T, heads, elements]."""
+        return cute.local_tile(x[self.row, self.token(t), head, None], (n,), (at,))
+
+
+class Near(Span):
+    """The same by fewer instructions: a token's address is that of the request's first one and so many steps, not negative, where a
+    general index is seven instructions of 64 bits a token, all of them ahead of the state's loads.
+    """
+
+    def piece(self, x, t, head, n: int, at):
+        first = cute.local_tile(x[self.row, self.first, head, None], (n,), (at,))
+        t = t if self.ragged else cutlass.min(t, self.length - 1)
+        step = Int64(x.stride[1]) * Int64(x.element_type.width // 8)
+        address = first.iterator.toint() + Int64(Uint32(t)) * step
+        pointer = cute.make_ptr(
+            x.element_type, address, cute.AddressSpace.gmem, assumed_align=first.iterator.alignment
+        )
+        return cute.make_tensor(pointer, first.layout)
+
 
 class Inputs(NamedTuple):
-    """What the tokens bring, as it comes: the stage's share, a token's gate and beta a lane, a row of v."""
+    """What the tokens bring, as it comes: the stage's share, a token's gate and beta a lane, pieces of v."""
 
     keys: Any
     gate: Any
@@ -71,16 +92,52 @@ class Inputs(NamedTuple):
 class WYBlock(BlockFinal):
     """The compile-time facts of one object."""
 
+    def pieces(self, lane):
+        """A lane's 16 bytes of what a warp's rows have of each token: number of the piece, token, place in the token's rows."""
+        each = self.rows * self.passes // CHUNK
+        for m in range(-(-self.tokens * each // 32)):
+            at = m * 32 + lane
+            yield m, at // each, at % each
+
+    def there(self, t):
+        """Whether a piece is one: of few rows there are fewer than lanes."""
+        return (
+            True if self.tokens * self.rows * self.passes % (32 * CHUNK) == 0 else t < self.tokens
+        )
+
     @cute.jit
-    def load_values(self, v, span, hv, row):
-        """Issues the loads of a row of v."""
-        x = cute.make_rmem_tensor((self.tokens,), v.element_type)
-        if const_expr(self.ragged):
-            x.fill(0)
-        for t in cutlass.range_constexpr(self.tokens):
-            if span.has(Int32(t)):
-                x[t] = v[span.row, span.token(Int32(t)), hv, row]
+    def load_values(self, v, span, hv, row0, lane):
+        """Issues the loads of a warp's rows of v, from row0 on."""
+        each = const_expr(self.rows * self.passes // CHUNK)
+        x = cute.make_rmem_tensor((-(-self.tokens * each // 32) * CHUNK,), v.element_type)
+        x.fill(0)
+        for m, t, at in self.pieces(lane):
+            if self.there(t) and span.has(t):
+                cute.autovec_copy(
+                    span.piece(v, t, hv, CHUNK, row0 // CHUNK + at),
+                    cute.local_tile(x, (CHUNK,), (m,)),
+                )
         return x
+
+    @cute.jit
+    def keep_values(self, x, sV, lane):
+        """What `load_values` asked for to a warp's shared memory."""
+        for m, t, at in self.pieces(lane):
+            if self.there(t):
+                cute.autovec_copy(
+                    cute.local_tile(x, (CHUNK,), (m,)),
+                    cute.local_tile(sV[t, None], (CHUNK,), (at,)),
+                )
+
+    @cute.jit
+    def store_outputs(self, sV, output, span, hv, row0, lane):
+        """A warp's outputs, which are where v was."""
+        for _, t, at in self.pieces(lane):
+            if t < span.length:
+                cute.autovec_copy(
+                    cute.local_tile(sV[t, None], (CHUNK,), (at,)),
+                    span.piece(output, t, hv, CHUNK, row0 // CHUNK + at),
+                )
 
     @cute.jit
     def load_gates(self, a, b, span, hv, lane):
@@ -99,17 +156,17 @@ class WYBlock(BlockFinal):
         return ga, gb
 
     @cute.jit
-    def load_inputs(self, q, k, v, a, b, span, hq, hv, row0, row, th):
-        """Issues the loads of what the tokens bring; row: the thread's, of its warp's from row0 on."""
+    def load_inputs(self, q, k, v, a, b, span, hq, hv, row0, th):
+        """Issues the loads of what the tokens bring; row0: the warp's first row."""
         if const_expr(self.per_k):
             keys = self.stage.load(k, q, a, span, hq, hv, th)
         else:
             keys = self.stage.load(k, q, span, hq, th.tid)
         gate, beta = self.load_gates(a, b, span, hv, th.lane)
-        return Inputs(keys, gate, beta, self.load_values(v, span, hv, row0 + row))
+        return Inputs(keys, gate, beta, self.load_values(v, span, hv, row0, th.lane))
 
     @cute.jit
-    def use_inputs(self, inputs, A, bias, o: Operands, span, th, options):
+    def use_inputs(self, inputs, A, bias, o: Operands, sm, span, th, options):
         """What tokens brought to shared memory, as the stage has it; a lane's token's decay and beta."""
         there = th.lane < span.length
         beta = cutlass.select_(there, self.beta_of(inputs.beta, options.beta_scale), F32(0.0))
@@ -120,13 +177,18 @@ class WYBlock(BlockFinal):
             decay = self.decay_of(inputs.gate, A, bias, options)
             decay = cutlass.select_(there, decay, F32(1.0))
             self.stage.fill(inputs.keys, o, th.tid)
+        if th.warp < self.row_warps:
+            self.keep_values(inputs.values, sm.v, th.lane)
         return decay, beta
 
     @cute.jit
-    def solve(self, o: Operands, sm, values, th, store, span, out):
+    def solve(self, o: Operands, sm, first: cutlass.Constexpr, th):
         """A row of V a thread. With x_i = u_i / |k_i|: x_t = beta / |k_t| (v_t - (D_t P_k[t] + sum_(i<t) L[t, i] x_i) / |k_t|)."""
         N = const_expr(self.shape.N)
         row = th.lane % self.rows
+        values = cute.make_rmem_tensor((self.tokens,), sm.v.element_type)
+        for t in cutlass.range_constexpr(self.tokens):
+            values[t] = sm.v[t, first + row]
         p = cute.make_rmem_tensor((2 * N,), F32)
         cute.autovec_copy(cute.local_tile(sm.p[row, None], (2 * N,), (0,)), p)
         u = cute.make_rmem_tensor((N,), F32)
@@ -149,14 +211,15 @@ class WYBlock(BlockFinal):
             p[N + t] = y * factors[2]
         if const_expr(self.update):
             self.keep_u(u, o, sm.u, row)
-        results = cute.make_rmem_tensor((N,), out.element_type)
+        results = cute.make_rmem_tensor((N,), sm.v.element_type)
         results.store(
-            cute.make_tensor(p.iterator + N, cute.make_layout((N,))).load().to(out.element_type)
+            cute.make_tensor(p.iterator + N, cute.make_layout((N,))).load().to(sm.v.element_type)
         )
-        end = cutlass.select_(store, span.length, Int32(0))
-        for t in cutlass.range_constexpr(self.tokens):
-            if t < end:
-                out[t, row] = results[t]
+        # where a row is two lanes', both have read it
+        cute.arch.sync_warp()
+        if th.lane < self.rows:
+            for t in cutlass.range_constexpr(self.tokens):
+                sm.v[t, first + row] = results[t]
 
     @cute.jit
     def work(self, call, options, sizes):
@@ -170,10 +233,9 @@ class WYBlock(BlockFinal):
         # the state's address waits for this: nothing may be computed before it that does not serve it
         cute.arch.sync_warp()
         ni, t0, length = self.span_of(n, call.cu_seqlens, sizes.tokens)
-        span = Span(ni, t0, length, self.ragged)
+        span = Near(ni, t0, length, self.ragged)
         v0 = vt * self.tile_v
         row0 = v0 + cutlass.min(th.warp, self.row_warps - 1) * (self.rows * self.passes)
-        row = th.lane % self.rows
 
         # what does not hang on the slot is loaded while the slot's index is on its way
         A, bias, dh = self.head_gate(
@@ -183,9 +245,7 @@ class WYBlock(BlockFinal):
             bias = self.stage.bias(call.dt_bias, dh, th)
         early = None
         if const_expr(self.pdl != "state"):
-            early = self.load_inputs(
-                call.q, call.k, call.v, call.a, call.b, span, hq, hv, row0, row, th
-            )
+            early = self.load_inputs(call.q, call.k, call.v, call.a, call.b, span, hq, hv, row0, th)
         cute.arch.sync_warp()
 
         live, writes = self.named(slot, write_slot, sizes.slots, options.null_index)
@@ -204,21 +264,21 @@ class WYBlock(BlockFinal):
             if const_expr(self.pdl == "state"):
                 self.await_producer("state")
                 inputs = self.load_inputs(
-                    call.q, call.k, call.v, call.a, call.b, span, hq, hv, row0, row, th
+                    call.q, call.k, call.v, call.a, call.b, span, hq, hv, row0, th
                 )
             # what follows does not move across this: it would wait for k before the state is asked for
             cute.arch.sync_warp()
             smem = SmemAllocator()
             o = allocate(smem, self.shape, self.per_k, self.update, call.k.element_type)
-            sm = self.rows_memory(smem, th.warp)
+            sm = self.rows_memory(smem, o, th.warp, call.v.element_type)
             decay, beta = F32(1.0), F32(0.0)
             if const_expr(self.fence):
                 # Always so, which the compiler cannot know: ptxas moves arithmetic across a warp's
                 # barrier, and not across a branch.
                 if options.beta_scale != F32(0.0):
-                    decay, beta = self.use_inputs(inputs, A, bias, o, span, th, options)
+                    decay, beta = self.use_inputs(inputs, A, bias, o, sm, span, th, options)
             else:
-                decay, beta = self.use_inputs(inputs, A, bias, o, span, th, options)
+                decay, beta = self.use_inputs(inputs, A, bias, o, sm, span, th, options)
             if const_expr(self.ahead is not None):
                 # by now the index is there
                 self.ahead.ask_state(
@@ -226,28 +286,25 @@ class WYBlock(BlockFinal):
                 )
             cute.arch.sync_threads()
             self.stage.combine(o, th, decay, beta, options.scale, options.use_qk_l2norm)
-            values = inputs.values
             for it in cutlass.range_constexpr(self.passes):
                 first = row0 + it * self.rows
                 raw = self.turned(came, th)
-                self.project(raw, o, th, sm.p)
+                p = self.project(raw, o, th)
                 if const_expr(it == 0):
                     cute.arch.sync_threads()
-                else:
-                    cute.arch.sync_warp()
-                mine = values
                 if const_expr(it + 1 < self.passes and self.tf32 is None):
                     came = self.load_state(source, first + self.rows, th)
-                    values = self.load_values(call.v, span, hv, first + self.rows + row)
                     cute.arch.sync_warp()
                 if th.warp < self.row_warps:
-                    out = cute.domain_offset((t0, first), call.output[ni, None, hv, None])
-                    self.solve(o, sm, mine, th, th.lane < self.rows, span, out)
+                    self.write_projections(p, th, sm.p)
                     cute.arch.sync_warp()
+                    self.solve(o, sm, it * self.rows, th)
+                    cute.arch.sync_warp()
+                    if const_expr(it + 1 == self.passes):
+                        self.store_outputs(sm.v, call.output, span, hv, row0, th.lane)
                     if const_expr(it + 1 < self.passes and self.tf32 is not None):
                         # for their registers there is no room beside the solution's
                         came = self.load_state(source, first + self.rows, th)
-                        values = self.load_values(call.v, span, hv, first + self.rows + row)
                         cute.arch.sync_warp()
                     if const_expr(self.update and self.stores_early):
                         tile = call.state[Int64(write_slot), hv, None, None]

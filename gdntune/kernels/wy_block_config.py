@@ -160,44 +160,43 @@ def block(c: Contract, s: Knobs) -> Block:
     """Threads, and the shared memory that the kernel's allocations add up to."""
     tokens = block_facts(c)["tokens"]
     kda, update = c.op == "kda_decode", c.mode == "update"
-    if s.tf32:
-        return Block(s.threads, _tf32_shared(c, s))
     if s.terms == 3 and not kda:
         tokens = max(tokens, 8)
     N = 4 if tokens <= 4 else 8 * (-(-tokens // 8))
     terms = 3 if kda else TERMS[c.input_dtype]
     rows = 2 * N * terms
     rows += rows % 16 > 0
-    # operands, Gram matrices, factors
-    shared = 2 * (c.K + 8) * rows + 4 * (2 * N * N + 4 * N)
+    # operands; the keys of the final state; Gram matrices and factors
+    operands = 16 * c.K * N if s.tf32 else 2 * (c.K + 8) * rows
+    keys = 8 * c.K * N if s.tf32 else 2 * (c.K + 8) * s.terms * N
+    shared = operands + (keys if kda and update else 0) + 4 * (2 * N * N + 4 * N)
+    spare = 0
     if kda:
-        shared += 2 * (c.K + 8) * s.terms * N if update else 0
-        shared += 4 * c.K + 2 * tokens * c.K * ITEMSIZE[c.input_dtype] + 4 * tokens * c.K
+        # k and q as they came, and decays
+        came = 2 * tokens * c.K * ITEMSIZE[c.input_dtype] + 4 * tokens * c.K
+        shared += 4 * c.K + came
+        spare = operands if s.tf32 else operands + came
     else:
         shared += 4 * (N + 4) + 8 * N
-    # a line of each row of V
+    # v and outputs, and a line or two of each row of V, which take what is spare
     lines = s.warps * s.rows
-    shared += 4 * lines * (2 * N + 4)
-    if update and s.terms == 3 and tokens <= 4:
-        # the first terms twice, and an odd number of 16 bytes
-        shared += 2 * lines * 24
-    elif update and s.terms == 3:
-        # an odd number of 16 bytes
-        shared += 2 * lines * (3 * N + 8 + (8 if (3 * N + 8) // 8 % 2 == 0 else 0))
-    elif update:
-        shared += 2 * lines * (2 * N if tokens <= 4 else 2 * N + 8)
+    shared += tokens * lines * s.passes * ITEMSIZE[c.input_dtype]
+    for width in (4 * (2 * N + 4), *([_width_of_u(s, N, tokens)] if update else [])):
+        if s.passes == 1 and lines * width <= spare:
+            spare -= lines * width
+        else:
+            shared += lines * width
     return Block(s.threads, shared)
 
 
-def _tf32_shared(c: Contract, s: Knobs) -> int:
-    """The same where operands are TF32: hi and lo of k and q, and of a key where it meets u."""
-    N, update, lines = 8, c.mode == "update", s.warps * s.rows
-    shared = 4 * c.K * 2 * N * (3 if update else 2)
-    # Gram matrices, factors, D_T, k and q as they came, decays
-    shared += 4 * (2 * N * N + 4 * N) + 4 * c.K
-    shared += 2 * N * c.K * ITEMSIZE[c.input_dtype] + 4 * N * c.K
-    # projections, and u
-    return shared + 4 * lines * (2 * N + 4) + (4 * lines * 12 if update else 0)
+def _width_of_u(s: Knobs, N: int, tokens: int) -> int:
+    """Bytes of a row of u in shared memory."""
+    if s.tf32:
+        return 4 * 12
+    if s.terms == 3:
+        # the first terms twice, or an odd number of 16 bytes
+        return 2 * (24 if tokens <= 4 else 3 * N + 8 + (8 if (3 * N + 8) // 8 % 2 == 0 else 0))
+    return 2 * (2 * N if tokens <= 4 else 2 * N + 8)
 
 
 def _in_tf32(c: Contract) -> list[Knobs]:
@@ -264,6 +263,10 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     tried += [Knobs(16, 8, 256), Knobs(16, 2)]
     if c.mode == "frozen":
         tried += [Knobs(16, 4, passes=2, registers=96), Knobs(32, 4, registers=96)]
+        tried += [Knobs(16, 8, 256, registers=80)]
+    elif three_terms(c) and c.state_dtype == "bf16":
+        # 170 registers without a cap, of KDA: two blocks a multiprocessor, where 168 are three
+        tried += [Knobs(32, 4, registers=168)]
     tried += [dataclasses.replace(s, matrices=True) for s in tried] + _whole_lines(c)
     tried += _ahead(c, device)
     if three_terms(c):
@@ -271,7 +274,8 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     if c.layout == "k_last":
         tried += _in_tf32(c)
     # Without a fence sm_90a's machine code waits for k and q ahead of the state's loads: of GDN to
-    # widen a key or two, of KDA to compute all gates (tests/early_loads.py). No GPU has run it yet.
+    # widen a key or two, of KDA to compute all gates (tests/early_loads.py). It wins where blocks
+    # are many, up to 2%, and loses up to 10% at a request or two (docs/measured.md).
     tried += [dataclasses.replace(s, fence=True) for s in tried]
     return in_every_form([s for s in dict.fromkeys(tried) if not refuse(c, s)])
 

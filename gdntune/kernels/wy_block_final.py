@@ -15,7 +15,7 @@ from cutlass import BFloat16, Float32, Int32
 
 from gdntune.kernels import fragments as fr
 from gdntune.kernels.wy_block_rows import BlockRows
-from gdntune.kernels.wy_block_tf32 import rows_of_u
+from gdntune.kernels.wy_block_tf32 import WIDTH_OF_U
 from gdntune.kernels.wy_operands import SPAN_DECAYS, Operands
 
 F32, BF = Float32, BFloat16
@@ -30,8 +30,11 @@ def third_stride(N: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A warp's shared memory: projections p [rows, 2N + 4] fp32, and u [rows, .] bf16, its terms for the final state."""
+    """A warp's shared memory: v [tokens, rows * passes] as it came, then outputs; projections p [rows, 2N + 4] fp32; u [rows, .] bf16, its
+    terms for the final state.
+    """
 
+    v: Any
     p: Any
     u: Any
 
@@ -39,25 +42,40 @@ class Rows:
 class BlockFinal(BlockRows):
     """What a warp does with its rows once u is known."""
 
-    def rows_memory(self, smem, warp) -> Rows:
-        """A warp's own shared memory; warps without rows are given the last one's."""
+    def rows_memory(self, smem, o: Operands, warp, dtype) -> Rows:
+        """A warp's own shared memory; warps without rows are given the last one's. p and u lie where operands were, if they have room
+        there: what a block does not take is the L1 cache's, which has the state on its way.
+        """
         W, R, N = self.row_warps, self.rows, self.shape.N
         w = cutlass.min(warp, W - 1)
-        P = 2 * N + 4
-        p = smem.allocate_tensor(F32, cute.make_layout((W, R, P), stride=(R * P, P, 1)), 16)
+        taken = 0
+
+        def lines(dtype, width):
+            nonlocal taken
+            layout = cute.make_layout((W, R, width), stride=(R * width, width, 1))
+            size = W * R * width * dtype.width // 8
+            if self.passes > 1 or taken + size > o.spare:
+                return smem.allocate_tensor(dtype, layout, 16)[w, None, None]
+            pointer = cute.recast_ptr(o.x.iterator, dtype=dtype) + taken * 8 // dtype.width
+            taken += size
+            return cute.make_tensor(pointer, layout)[w, None, None]
+
+        T, all_rows = self.tokens, R * self.passes
+        v = smem.allocate_tensor(
+            dtype, cute.make_layout((W, T, all_rows), stride=(T * all_rows, all_rows, 1)), 16
+        )[w, None, None]
+        p = lines(F32, 2 * N + 4)
         if not self.update:
-            return Rows(p[w, None, None], None)
+            return Rows(v, p, None)
         if self.tf32:
-            u = smem.allocate_tensor(F32, rows_of_u(W, R), 16)
-            return Rows(p[w, None, None], u[w, None, None])
+            return Rows(v, p, lines(F32, WIDTH_OF_U))
         U = 2 * N if self.shape.packed else 2 * N + 8
         if self.paired and self.shape.packed:
             U = PACKED_STRIDE
         elif self.u_terms == 3:
             # an odd number of 16 bytes, so that eight rows lie in different banks
             U = third_stride(N)
-        u = smem.allocate_tensor(BF, cute.make_layout((W, R, U), stride=(R * U, U, 1)), 16)
-        return Rows(p[w, None, None], u[w, None, None])
+        return Rows(v, p, lines(BF, U))
 
     def keep_u(self, u, o: Operands, sU, row) -> None:
         """F[T, i] u_i in two terms; of each eight tokens the first terms, then the others. Behind them third terms, if there are such.

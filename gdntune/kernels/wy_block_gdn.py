@@ -46,25 +46,19 @@ class RowStage:
                 source = q if const_expr(which == 1) else k
                 if span.has(t):
                     cute.autovec_copy(
-                        cute.local_tile(
-                            source[span.row, span.token(t), hq, None], (CHUNK,), (chunk,)
-                        ),
+                        span.piece(source, t, hq, CHUNK, chunk),
                         to,
                     )
             else:
                 if span.has(t):
                     if which == 0:
                         cute.autovec_copy(
-                            cute.local_tile(
-                                k[span.row, span.token(t), hq, None], (CHUNK,), (chunk,)
-                            ),
+                            span.piece(k, t, hq, CHUNK, chunk),
                             to,
                         )
                     elif which == 1:
                         cute.autovec_copy(
-                            cute.local_tile(
-                                q[span.row, span.token(t), hq, None], (CHUNK,), (chunk,)
-                            ),
+                            span.piece(q, t, hq, CHUNK, chunk),
                             to,
                         )
         return x

@@ -50,16 +50,9 @@ class KeyStage:
             rg.fill(0)
         for i in cutlass.range_constexpr(self.each):
             if span.has(first + i):
-                t = span.token(first + i)
-                cute.autovec_copy(
-                    cute.local_tile(g[span.row, t, hv, None], (2,), (p,)), fr.pair(rg, 2 * i)
-                )
-                cute.autovec_copy(
-                    cute.local_tile(k[span.row, t, hq, None], (2,), (p,)), fr.pair(rk, 2 * i)
-                )
-                cute.autovec_copy(
-                    cute.local_tile(q[span.row, t, hq, None], (2,), (p,)), fr.pair(rq, 2 * i)
-                )
+                cute.autovec_copy(span.piece(g, first + i, hv, 2, p), fr.pair(rg, 2 * i))
+                cute.autovec_copy(span.piece(k, first + i, hq, 2, p), fr.pair(rk, 2 * i))
+                cute.autovec_copy(span.piece(q, first + i, hq, 2, p), fr.pair(rq, 2 * i))
         return rk, rq, rg
 
     def bias(self, dt_bias, head, th):

@@ -146,11 +146,10 @@ class BlockRows(decode.Decode):
         words = [fr.wide(fr.pair(raw, at + 2 * f), 2) for f in range(2)]
         return [fr.operand_b(b) for b in fr.terms_of(words, self.state_terms)]
 
-    def project(self, raw, o: Operands, th, sP) -> None:
-        """P of the warp's rows: first k's, then q's."""
+    def project(self, raw, o: Operands, th):
+        """P of the warp's rows: first k's, then q's; in registers as products leave them."""
         if self.tf32:
-            self.tf32.project(raw, o, th, sP)
-            return
+            return self.tf32.project(raw, o, th)
         s, C = self.shape, self.chains
         p = fr.registers(C * s.tiles * self.octets * 4, F32, 0.0)
         bases = [s.place_a(th, a) for a in range(s.fragments)]
@@ -168,20 +167,21 @@ class BlockRows(decode.Decode):
                             p, ((chain * s.tiles + s.tile(a)) * self.octets + j) * 4
                         )
                         fr.mma(acc, fr.operand_a(A), states[j][order])
+        return p
+
+    def write_projections(self, p, th, sP) -> None:
+        """What `project` left, to shared memory, a row of V a line."""
+        s = self.shape
         for n in range(s.tiles):
             for j in range(self.octets):
-                self.write_projection(p, n, j, th, sP)
-
-    def write_projection(self, p, n: int, j: int, th, sP) -> None:
-        s = self.shape
-        at = (n * self.octets + j) * 4
-        y = [p[at + e] for e in range(4)]
-        if self.chains > 1:
-            y = [y[e] + p[s.tiles * self.octets * 4 + at + e] for e in range(4)]
-        for e in range(2):
-            row = self.row_of(j, 2 * th.c + e)
-            if s.packed:
-                sP[row, th.g] = y[e] + y[2 + e]
-            else:
-                sP[row, 8 * n + th.g] = y[e]
-                sP[row, s.N + 8 * n + th.g] = y[2 + e]
+                at = (n * self.octets + j) * 4
+                y = [p[at + e] for e in range(4)]
+                if self.chains > 1:
+                    y = [y[e] + p[s.tiles * self.octets * 4 + at + e] for e in range(4)]
+                for e in range(2):
+                    row = self.row_of(j, 2 * th.c + e)
+                    if s.packed:
+                        sP[row, th.g] = y[e] + y[2 + e]
+                    else:
+                        sP[row, 8 * n + th.g] = y[e]
+                        sP[row, s.N + 8 * n + th.g] = y[2 + e]

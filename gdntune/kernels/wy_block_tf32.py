@@ -50,9 +50,8 @@ def allocate(smem, K: int, update: bool):
     return x, smem.allocate_tensor(F32, cute.make_layout((steps, 32, 4), stride=(128, 4, 1)), 16)
 
 
-def rows_of_u(warps: int, rows: int):
-    """The layout of u, fp32, [warps, rows, 12], of which 8 are used: so eight rows of eight bytes a lane lie in different banks."""
-    return cute.make_layout((warps, rows, 12), stride=(12 * rows, 12, 1))
+# fp32 of a row of u, of which 8 are used: so eight rows of eight bytes a lane lie in different banks
+WIDTH_OF_U = 12
 
 
 class Tf32:
@@ -91,7 +90,7 @@ class Tf32:
         """What lanes of the final state's operand are exchanged by; c: half the column."""
         return c ^ (4 * (step & 1))
 
-    def project(self, raw, o, th, sP) -> None:
+    def project(self, raw, o, th):
         """P of the warp's rows. Products of each order have a sum of their own: 16 in a row, not 48, and what a tensor core cuts off
         of a small sum is small.
         """
@@ -114,8 +113,7 @@ class Tf32:
         for i in range(d.octets * 4):
             small = sums[4 * d.octets + i] + sums[8 * d.octets + i]
             p[i] = sums[i] + small
-        for j in range(d.octets):
-            d.write_projection(p, 0, j, th, sP)
+        return p
 
     def keep_u(self, u, sU, row) -> None:
         """u, which is split where it is read: by all lanes."""

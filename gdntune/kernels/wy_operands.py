@@ -91,6 +91,14 @@ class Shape:
         """Columns of eight keys that are read at a time; packed, two terms of a column are two matrices."""
         return 4 // min(self.key_terms, 2) if self.packed else 4
 
+    @property
+    def spare(self) -> int:
+        """Bytes of x and, where they lie behind it, of k, q and decays a key."""
+        if self.tf32:
+            return 4 * self.K * 2 * self.N * 2
+        # inputs have 16 bits
+        return 2 * self.stride * (self.rows + self.zero_rows) + self.tokens * self.K * (2 * 2 + 4)
+
     def matrices(self, group: int) -> int:
         """How many matrices a group is; packed, the third terms' have one a column."""
         return 2 if self.packed and group == 1 else 4
@@ -130,7 +138,8 @@ class Operands:
     x [rows, stride] bf16: operands of the projection. keys [key_terms N, stride] bf16: what u meets in the final state; None where
     these are rows of x. decay: fp32, D_T of each key (KDA), or D_T and then D_(T, i) of each token (GDN). gram [2, N, N] fp32:
     of pairs of tokens, F k.k, F k.q. factors [N, 4] fp32: beta / |k|, beta / |k|^2, what q is multiplied by, D_t. squares [2, N] fp32:
-    sums of squares (GDN). raw [2, T, K], as k and q came, and decays [T, K] fp32 (KDA).
+    sums of squares (GDN). raw [2, T, K], as k and q came, and decays [T, K] fp32 (KDA). spare: bytes from x on that nobody reads
+    once all warps have projected their only rows and have what hangs on pairs of tokens (KDA).
     """
 
     x: cute.Tensor
@@ -141,6 +150,7 @@ class Operands:
     squares: cute.Tensor | None
     raw: cute.Tensor | None
     decays: cute.Tensor | None
+    spare: int = 0
 
 
 def matrix(rows: int, columns: int, stride: int):
@@ -151,26 +161,28 @@ def matrix(rows: int, columns: int, stride: int):
 def allocate(smem, s: Shape, per_k: bool, update: bool, dtype) -> Operands:
     """The operands of a block; dtype: of k and q as they come."""
     N = s.N
-    keys = None
+    keys = raw = decays = None
     if s.tf32:
         x, keys = wy_block_tf32.allocate(smem, s.K, update)
     else:
         x = smem.allocate_tensor(BF, matrix(s.rows + s.zero_rows, s.stride, s.stride), 16)
-    if per_k and update and not s.tf32:
-        keys = smem.allocate_tensor(BF, matrix(s.key_terms * N, s.stride, s.stride), 16)
-    gram = smem.allocate_tensor(F32, cute.make_layout((2, N, N), stride=(N * N, N, 1)), 16)
-    factors = smem.allocate_tensor(F32, matrix(N, 4, 4), 16)
-    decay = squares = raw = decays = None
     if per_k:
-        decay = smem.allocate_tensor(F32, cute.make_layout((s.K,)), 16)
+        # right behind x, with which they are spare
         raw = smem.allocate_tensor(
             dtype, cute.make_layout((2, s.tokens, s.K), stride=(s.tokens * s.K, s.K, 1)), 16
         )
         decays = smem.allocate_tensor(F32, matrix(s.tokens, s.K, s.K), 16)
+    if per_k and update and not s.tf32:
+        keys = smem.allocate_tensor(BF, matrix(s.key_terms * N, s.stride, s.stride), 16)
+    gram = smem.allocate_tensor(F32, cute.make_layout((2, N, N), stride=(N * N, N, 1)), 16)
+    factors = smem.allocate_tensor(F32, matrix(N, 4, 4), 16)
+    decay = squares = None
+    if per_k:
+        decay = smem.allocate_tensor(F32, cute.make_layout((s.K,)), 16)
     else:
         decay = smem.allocate_tensor(F32, cute.make_layout((SPAN_DECAYS + N,)), 16)
         squares = smem.allocate_tensor(F32, matrix(2, N, N), 16)
-    return Operands(x, keys, decay, gram, factors, squares, raw, decays)
+    return Operands(x, keys, decay, gram, factors, squares, raw, decays, s.spare if per_k else 0)
 
 
 @cute.jit
