@@ -207,9 +207,13 @@ class Layer(layer_norm.Normed):
         if const_expr(self.interleaved):
             hv += block.hq * ratio
         rg, rb = cute.make_rmem_tensor((1,), x.a.element_type), cute.make_rmem_tensor((1,), x.b.element_type)
+        # the addresses by all, so that the loads are predicated: behind a branch they stood behind the wait for the slot's index
+        key = (tid % self.K,) if const_expr(self.per_k) else ()
+        of_gate = cute.domain_offset((block.ni, block.t0, hv, *key), x.a)
+        of_beta = cute.domain_offset((block.ni, block.t0, hv), x.b)
         if self.has_gates(tid):
-            rg[0] = x.a[block.ni, block.t0, hv, tid % self.K] if const_expr(self.per_k) else x.a[block.ni, block.t0, hv]
-            rb[0] = x.b[block.ni, block.t0, hv]
+            rg[0] = of_gate[0]
+            rb[0] = of_beta[0]
         return Read(None, None, rg, None, None, rb)
 
     @cute.jit
@@ -547,11 +551,12 @@ class Layer(layer_norm.Normed):
                 # A warp waits for all its loads at once: those that convolve ask for their rows behind it, the others do not wait.
                 first_of_head = shares == 0 and vt == 0
                 if const_expr(self.roles):
+                    window = self.ask_window(conv, window_slot, held, at, taps, tid)
                     self.hand_gates(decays, early.read, gate, options, tid)
                 elif const_expr(self.once):
                     self.hand_decays(decays, early.read, gate, options, tid)
                 if self.has_channels(tid):
-                    apart = self.read_window(conv, window_slot, held, at, taps)
+                    apart = window if const_expr(self.roles) else self.read_window(conv, window_slot, held, at, taps)
                     self.convolve(taps, apart, early.rows, sX, mine, block, tid)
                     if const_expr(self.moves):
                         if moved:

@@ -79,7 +79,8 @@ class Knobs(recurrent_config.Knobs):
     )
     window_first: bool = knob(
         "wf",
-        "the convolution's window is asked for ahead of rows that are copied (T = 1)",
+        "the convolution's window is asked for ahead of rows that are copied, or, with roles, ahead of"
+        " all warps' rows (T = 1)",
         default=False,
     )
     apart: bool = knob(
@@ -237,8 +238,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
     one = compiled_tokens(c) == 1
     if s.once and not (_decays(c) and s.threads >= c.K):
         return "once=True: expected KDA at T=1 with a convolution, and a thread a key"
-    if s.window_first and not (s.copied and one and c.conv != "none"):
-        return "window_first=True: expected copied=True at T=1 with a convolution"
+    if s.window_first and not ((s.copied or s.roles) and one and c.conv != "none"):
+        return "window_first=True: expected copied=True or roles=True at T=1 with a convolution"
     if s.apart and (why := _refuse_apart(c, s)):
         return why
     if s.roles and not (s.apart and one):
@@ -373,23 +374,25 @@ _APART = (
     _Form(256, 4, 64, stores="first", apart=True),
     _Form(128, 4, 32, stores="first", apart=True),
 )
-# Of these, warps with roles, on which no GPU has run yet. In machine code for sm_90a each warp of
-# `apart` waits for all constants before it asks for its rows: their registers are written again.
-# Here a warp without a role waits for the state's index alone. Predicted for KDA at B=4, fp32,
-# HV=32: 5.7 us where L2 was emptied (6.45 without roles; FlashInfer 5.57), 7.9 in a chain (8.10).
+# Of these, warps with roles. In machine code for sm_90a each warp of `apart` waits for all constants
+# before it asks for its rows: their registers are written again. Here a warp without a role waits for
+# the state's index alone, and with `window_first` for the window to be asked for, which otherwise
+# stands behind others' rows. KDA at B=4, fp32, HV=32, on an H200: 7.83 us in a chain with it, 8.19
+# without, 8.05 without roles; where L2 was emptied 5.95, 5.60, 6.24 (docs/measured.md).
 _ROLES = tuple(
-    form._replace(apart=True, roles=True, fence=fence)
-    for form in (
-        _Form(512, 4),
-        _Form(512, 4, stores="first"),
-        _Form(256, 4, ahead=2),
-        _Form(256, 4, 64),
-        _Form(128, 4, 32),
+    form._replace(apart=True, roles=True, fence=fence, window_first=first)
+    for form, fences in (
+        (_Form(512, 4), (True,)),
+        (_Form(512, 4, stores="first"), (True,)),
+        (_Form(256, 4, ahead=2), (False, True)),
+        (_Form(256, 4, 64), (True,)),
+        (_Form(128, 4, 32), (True,)),
     )
-    for fence in (False, True)
+    for fence in fences
+    for first in (False, True)
 )
 # a warp's load is a whole row of a state in fp32
-_ROLES_WIDE = (_Form(512, 8, apart=True, roles=True, fence=True, lanes=32),)
+_ROLES_WIDE = (_Form(512, 8, apart=True, roles=True, fence=True, window_first=True, lanes=32),)
 # of states in fp32, where a head's 64 KB on their way at once are four chunks, or two of 256 threads
 _ONE_WIDE = (
     *_ONE,
@@ -420,7 +423,7 @@ _SEVERAL_SENT = (
     _Form(128, 8, 64, sent=True, stores="first"),
     _Form(256, 4, ahead=2, sent=True),
 )
-# As `_ROLES`: no GPU has run them yet.
+# What won drafts with fp32 states at a request or two, and bf16 ones at two.
 _SEVERAL_APART = (
     _Form(256, 4, 64, apart=True),
     _Form(256, 4, 64, stores="first", apart=True),

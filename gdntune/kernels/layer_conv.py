@@ -53,6 +53,7 @@ class Convolved(layer_rows.Rows):
         # channels that a block convolves; those of a load, and loads of them that a thread makes
         self.channels = 2 * self.K + self.tile_v
         self.roles = knobs["roles"]
+        self.asked_first = self.roles and knobs["window_first"]
         # Whether a warp that has no channels asks for none: with roles, and of several tokens wherever warps are apart.
         self.lean = self.roles or (knobs["apart"] and self.loop)
         self.load = 2 if self.channels <= 2 * self.threads and not self.lean else 4
@@ -124,6 +125,32 @@ class Convolved(layer_rows.Rows):
                 row = at + (j + 1 - self.width)
                 row = cutlass.select_(row < 0, row + conv.rows, row)
                 self.read_channels(conv.state[Int64(slot), row, None], taps.channels[r], rr[r, j, None])
+
+    @cute.jit
+    def ask_window(self, conv, slot, held, at, taps, tid):
+        """`read_window` by the warps that have channels, where others ask for rows of the state meanwhile: these are many, and a window
+        that stands behind them comes a microsecond late. Addresses are computed by all, so that the loads are predicated; with
+        `window_first` the other warps wait until they are issued.
+        """
+        rr = self.per_row(self.width - 1, conv.state.element_type)
+        wanted = self.has_channels(tid)
+        if const_expr(self.intermediate == "slots"):
+            rr.fill(0.0)
+            wanted = wanted and held
+        for r in cutlass.range_constexpr(self.rounds):
+            for j in cutlass.range_constexpr(self.width - 1):
+                row = at + (j + 1 - self.width)
+                row = cutlass.select_(row < 0, row + conv.rows, row)
+                ring = conv.state[Int64(slot), row, None]
+                source = cute.local_tile(ring, (self.load,), (taps.channels[r] // self.load,))
+                if wanted:
+                    cute.autovec_copy(source, rr[r, j, None])
+        if const_expr(self.asked_first):
+            if self.has_channels(tid):
+                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=self.threads)
+            else:
+                cute.arch.barrier(barrier_id=1, number_of_threads=self.threads)
+        return rr
 
     def per_row(self, rows, dtype):
         """Registers for so many rows of a thread's channels."""

@@ -48,7 +48,18 @@ WIDE = {"vec": 4, "once": True, "pdl": "first"}
 KDA_FP32 = Contract(**KDA, state_dtype="fp32")
 SENT = row(KDA_FP32, 1, **WIDE, ilp=4, threads=256, ahead=2, sent=True)
 APART = row(KDA_FP32, 1, **WIDE, ilp=4, threads=512, apart=True, stores="first")
-ROLES = row(KDA_FP32, 1, **WIDE, ilp=8, threads=512, lanes=32, apart=True, roles=True, fence=True)
+ROLES = row(
+    KDA_FP32,
+    1,
+    **WIDE,
+    ilp=8,
+    threads=512,
+    lanes=32,
+    apart=True,
+    roles=True,
+    fence=True,
+    window_first=True,
+)
 ROWS = [
     ONE,
     row(Contract(**STEP), 2, tile_v=32, ilp=2, threads=256, pdl="first"),
@@ -153,7 +164,17 @@ ROWS = [
     row(Contract(**STEP, conv_bias=True), 3, ilp=4, threads=512, apart=True, pdl="first"),
     # of these, warps that ask for what their part needs alone
     ROLES,
-    row(Contract(**KDA), 1, tile_v=32, ilp=4, threads=128, apart=True, once=True, roles=True),
+    row(
+        Contract(**KDA),
+        1,
+        tile_v=32,
+        ilp=4,
+        threads=128,
+        apart=True,
+        once=True,
+        roles=True,
+        window_first=True,
+    ),
     row(
         Contract(**STEP, conv_bias=True),
         3,
@@ -174,7 +195,16 @@ ROWS = [
         roles=True,
         fence=True,
     ),
-    row(Contract(conv="silu"), 2, ilp=4, threads=256, ahead=2, apart=True, roles=True),
+    row(
+        Contract(conv="silu"),
+        2,
+        ilp=4,
+        threads=256,
+        ahead=2,
+        apart=True,
+        roles=True,
+        window_first=True,
+    ),
     # several tokens: in slots, ragged, of KDA, and of a call that leaves windows as they are
     row(
         Contract(**STEP, **SLOTS),
