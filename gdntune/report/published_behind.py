@@ -18,6 +18,7 @@ from gdntune.report.published_figures import (
     HEADLINE,
     PEERS,
     RINGS,
+    SEVERAL,
     STEPS,
     Bench,
     benches,
@@ -40,7 +41,7 @@ WHERE = {
     **{name: f"a ring, {policy}" for name, policy in RINGS.items()},
 }
 # What a short list need not say: each contract's usual bench.
-_USUAL = {WHERE[name] for name in (ALONE, AS_CALLED, *list(STEPS)[:1], *list(RINGS)[:1])}
+_USUAL = {WHERE[name] for name in (ALONE, AS_CALLED, SEVERAL, *list(STEPS)[:1], *list(RINGS)[:1])}
 NOWHERE = "No cell is slower by the whole interval and beyond a tie."
 
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 HEADLINE = "H200"
 GPUS = {"H100": "nvidia-h100-80gb-hbm3", "H200": "nvidia-h200"}
-# The sweeps that `times` shows.
+# The sweeps that `times` shows; of a cell that was swept again, the later one.
 SWEEPS = {
     "H100": ("qwen3.5-397b-a17b", "kimi-linear-48b-a3b"),
-    "H200": ("shipped.gdn", "shipped.kda"),
+    "H200": ("shipped.gdn", "shipped.kda", "several.gdn", "several.kda"),
 }
 PEERS = {"flashinfer": "FlashInfer", "sglang": "SGLang", "vllm": "vLLM", "fla": "fla"}
 # Who else makes a layer's step: our delta rule between vLLM's convolution and norm.
@@ -30,6 +30,8 @@ APART = {"apart": "ours, apart"}
 # make today, and in a chain of layers.
 ALONE, AS_CALLED = "bench-peers.jsonl.xz", "bench-peers.as-called.jsonl.xz"
 CHAIN = "bench-chain.jsonl.xz"
+# several tokens, final state and outputs alone, again by later tables
+SEVERAL = "bench-several.jsonl.xz"
 # A layer's step and drafts behind a ring, each in both policies; KDA's step again by a later sweep.
 STEPS = {
     "bench-layer.jsonl.xz": "in a chain of layers",
@@ -39,6 +41,7 @@ STEPS = {
 }
 # What was timed again by later tables: those cells' rows of the first are not what ships.
 AGAIN = {
+    AS_CALLED: SEVERAL,
     "bench-layer.jsonl.xz": "bench-layer.kda.jsonl.xz",
     "bench-layer.cold.jsonl.xz": "bench-layer.kda.cold.jsonl.xz",
 }
@@ -47,10 +50,16 @@ RINGS = {
     "bench-ring.chain.jsonl.xz": "in a chain of layers",
 }
 # The corner of the tables of geometric means.
-BESIDE = {ALONE: "", AS_CALLED: "as engines call them", CHAIN: "in a chain of layers"}
+BESIDE = {
+    ALONE: "",
+    AS_CALLED: "as engines call them",
+    SEVERAL: "as engines call them, several tokens again",
+    CHAIN: "in a chain of layers",
+}
 # Those that have a table of verdicts, and its corner.
 VERDICTS = {
     AS_CALLED: "as engines call them",
+    SEVERAL: "several tokens, by the tables that ship",
     CHAIN: "in a chain",
     **{name: f"a layer's step, {policy}" for name, policy in STEPS.items()},
     **{name: f"drafts behind a ring, {policy}" for name, policy in RINGS.items()},
@@ -170,7 +179,8 @@ def stem(name: str) -> str:
 def chosen_of_models(results: Path, gpu: str) -> "pd.DataFrame":
     """The choices of the sweeps that `times` shows, with the models' usual contracts."""
     rows = _sweeps(tuple(results / GPUS[gpu] / f"{sweep}.jsonl.xz" for sweep in SWEEPS[gpu]))
-    return _where(rows[rows["chosen"]], _MODELS)
+    cell = ["op", "state_dtype", "tokens", "B", "H", "HV"]
+    return _where(rows[rows["chosen"]], _MODELS).drop_duplicates(cell, keep="last")
 
 
 @functools.cache
