@@ -74,7 +74,7 @@ def refuse(c: Contract, s: Knobs) -> str | None:
 def block(c: Contract, s: Knobs) -> Block:
     """Threads, and the shared memory that the kernel's allocations add up to."""
     inner, terms = _inner(c).replace(mode="frozen"), wy_block_config.TERMS[c.input_dtype]
-    threads, shared = wy_block_config.block(inner, _block_knobs(s))
+    threads, shared = wy_block_config.block(inner, _block_knobs(s), values=False)
     tokens = facts(c)["tokens"]
     N = 4 if tokens <= 4 else 8 * (-(-tokens // 8))
     # instead of a line of each row of V: the ring's keys, and matrices of 128 bytes, two terms each

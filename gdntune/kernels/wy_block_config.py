@@ -156,8 +156,8 @@ def block_facts(c: Contract) -> Facts:
     return {**facts(c), "tokens": 4} if c.tokens <= 4 else facts(c)
 
 
-def block(c: Contract, s: Knobs) -> Block:
-    """Threads, and the shared memory that the kernel's allocations add up to."""
+def block(c: Contract, s: Knobs, values: bool = True) -> Block:
+    """Threads, and the shared memory that the kernel's allocations add up to; values: with v and outputs."""
     tokens = block_facts(c)["tokens"]
     kda, update = c.op == "kda_decode", c.mode == "update"
     if s.terms == 3 and not kda:
@@ -180,7 +180,7 @@ def block(c: Contract, s: Knobs) -> Block:
         shared += 4 * (N + 4) + 8 * N
     # v and outputs, and a line or two of each row of V, which take what is spare
     lines = s.warps * s.rows
-    shared += tokens * lines * s.passes * ITEMSIZE[c.input_dtype]
+    shared += tokens * lines * s.passes * ITEMSIZE[c.input_dtype] if values else 0
     for width in (4 * (2 * N + 4), *([_width_of_u(s, N, tokens)] if update else [])):
         if s.passes == 1 and lines * width <= spare:
             spare -= lines * width

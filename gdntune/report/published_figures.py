@@ -21,7 +21,12 @@ GPUS = {"H100": "nvidia-h100-80gb-hbm3", "H200": "nvidia-h200"}
 # The sweeps that `times` shows; of a cell that was swept again, the later one.
 SWEEPS = {
     "H100": ("qwen3.5-397b-a17b", "kimi-linear-48b-a3b"),
-    "H200": ("shipped.gdn", "shipped.kda", "several.gdn", "several.kda"),
+    "H200": (
+        "shipped.gdn",
+        "shipped.kda",
+        "shipped.gdn-model.gdn-model-waves.gdn-verify-outputs.t2-3-4-5-8",
+        "shipped.kda-model.kda-model-waves.kda-verify-outputs.t2-3-4-5-8",
+    ),
 }
 PEERS = {"flashinfer": "FlashInfer", "sglang": "SGLang", "vllm": "vLLM", "fla": "fla"}
 # Who else makes a layer's step: our delta rule between vLLM's convolution and norm.
