@@ -14,14 +14,14 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from gdntune.kernels import decode, layer_norm, recurrent
 from gdntune.kernels.decode import Operands, Options
 from gdntune.kernels.layer_conv import Conv
 from gdntune.kernels.layer_norm import Norm
-from gdntune.kernels.recurrent_parts import Block, Gate, Kept, Read, Thread
+from gdntune.kernels.recurrent_parts import Block, Gate, Kept, Read
 
 F32 = Float32
 # More elements than any row has: a view's last dimension is no bound.
@@ -467,9 +467,7 @@ class Layer(layer_norm.Normed):
         decays = None
         if const_expr(self.handed):
             decays = smem.allocate_tensor(F32, cute.make_layout((self.decays + 4 * self.roles,)), 16)
-        part = lane % self.lanes // self.alike
-        home = tid % 32 - lane if const_expr(self.k_last) else tid % self.step
-        thread = Thread(tid, lane, group, part, home)
+        thread = self.stand(tid, lane, group)
 
         conv = Conv(mixed_qkv, conv_state, conv_weight, conv_bias, conv_position, H, window_rows, ratio)
         own = Block(vt, vt * self.tile_v, hv, hq, n, n, Int32(0), Int32(0))
@@ -478,20 +476,11 @@ class Layer(layer_norm.Normed):
             # nobody writes a model's constants: they are there when the kernel ahead ends
             gate, rw, taps = self.read_constants(x, conv, norm_weight, mine, own, hl, A_shared, dt_shared, tid)
         self.await_producer("first")
-        row_slots = None
-        if const_expr(self.row):
-            row_slots, first = self.ask_row(n, tid % 32, slot_index, accepted, columns)
-            slot = Int32(0)
-            write_slot = write_index[n] if const_expr(self.pool and self.update) else slot
-        else:
-            slot, write_slot = self.slots_of(n, read_index, write_index, slot_index, accepted, columns)
+        asked = self.ask_slots(n, tid % 32, x, columns)
         if const_expr(self.beyond):
+            # with `row` no slot that hangs on `accepted` is waited for here, ahead of the own state
             later, there = self.further(n)
-            if const_expr(self.row):
-                # no slot that hangs on `accepted` is waited for here, ahead of the own state
-                later_slots, later_first = self.ask_row(later, tid % 32, slot_index, accepted, columns)
-            else:
-                later_slot, _ = self.slots_of(later, read_index, write_index, slot_index, accepted, columns)
+            asked_later = self.ask_slots(later, tid % 32, x, columns)
         at = Int32(0)
         if const_expr(self.convolves):
             # no position reaches memory that is not the slot's
@@ -499,7 +488,7 @@ class Layer(layer_norm.Normed):
                 at = Int32(self.width - 1)
                 if const_expr(self.accepted):
                     # of drafts the window begins behind as many rows as were accepted beside the first
-                    ahead = first if const_expr(self.row) else accepted[n]
+                    ahead = asked.first if const_expr(self.row) else accepted[n]
                     at += cutlass.min(cutlass.max(ahead - 1, 0), window_rows - at)
             else:
                 at = cutlass.min(cutlass.max(conv_position[n], 0), window_rows - 1)
@@ -519,23 +508,17 @@ class Layer(layer_norm.Normed):
         if const_expr(self.cluster > 1):
             sums, arrived = self.open_mailbox(smem, block, tid)
 
-        if const_expr(self.row):
-            slot = self.start_of_row(row_slots, first, n, slot_index, columns)
+        slot, write_slot = self.start_of(asked, n, slot_index, columns), asked.write_slot
         live, writes = self.named(slot, write_slot, slots, null_index)
         if const_expr(self.group > 1):
             live = live and own_heads > 0
         window_slot, held = slot, live
         if const_expr(self.convolves and self.intermediate == "slots"):
             # of drafts, the slot of column 0, whichever they start from
-            window_slot = self.of_row(row_slots, Int32(0)) if const_expr(self.row) else slot_index[n, 0]
+            window_slot = self.of_row(asked.row, Int32(0)) if const_expr(self.row) else slot_index[n, 0]
             held = window_slot >= 0 and window_slot < slots and window_slot != null_index
-        row = Int64(n)
-        keeps = live
-        if const_expr(self.intermediate == "indexed"):
-            place = slot_index[n]
-            keeps = place >= 0 and place < rows and place != null_index
-            row = Int64(place)
-        kept = Kept(slots, columns, steps, row, keeps, row_slots)
+        row, keeps = self.kept_row(n, live, slot_index, rows, null_index)
+        kept = Kept(slots, columns, steps, row, keeps, asked.row)
 
         # where the window moves on, if it does
         moves_to, moved = (window_slot, held) if const_expr(self.intermediate == "slots") else (write_slot, writes)
@@ -603,10 +586,7 @@ class Layer(layer_norm.Normed):
                     factors = self.weighed(late.gate, rw, block, own_heads, tid)
                 norm = Norm(sO, factors, output, norm_eps, of_warp, squares, sums, arrived, block)
             if const_expr(self.beyond):
-                if const_expr(self.row):
-                    slot_there = self.start_of_row(later_slots, later_first, later, slot_index, columns)
-                else:
-                    slot_there = later_slot
+                slot_there = self.start_of(asked_later, later, slot_index, columns)
                 if there:
                     rows_there = own_heads * self.V if const_expr(self.share > 1) else self.tile
                     self.fetch(state, slot_there, slots, block.hv, block.v0, rows_there, tid)
@@ -673,12 +653,7 @@ def fakes(facts: dict, tensors: list) -> list:
 def compile(facts: dict, knobs: dict, options: str, prefix: str):
     """The compiled function of one setting, for the architecture that CUTE_DSL_ARCH names; profilers show `prefix`."""
     layer = Layer(facts, knobs)
-    layer.kernel.set_name_prefix(prefix, remove_cutlass_symbol=True, keep_mangled_name=False)
     tensors = decode.fakes(facts)
     gate, weight, conv = fakes(facts, tensors)
-    scalars = [F32(1.0)] * 5 + [Int32(-1), Int32(1)]
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(
-        layer.gated_delta_rule_layer_decode, *tensors, *scalars, gate, weight, F32(1.0), *conv, stream,
-        options=f"--enable-tvm-ffi {options}",
-    )  # fmt: skip
+    arguments = [*tensors, *decode.SCALARS, gate, weight, F32(1.0), *conv]
+    return decode.made(layer, layer.gated_delta_rule_layer_decode, arguments, options, prefix)
