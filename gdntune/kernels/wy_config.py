@@ -4,6 +4,7 @@ import dataclasses
 
 from gdntune.device.arch import Device
 from gdntune.errors import UnsupportedProblem
+from gdntune.kernels import wy_block_config
 from gdntune.kernels.dependent_launch import in_every_form, pdl_fault, pdl_knob, under
 from gdntune.kernels.facts import compiled_tokens, facts
 from gdntune.kernels.spec import Block, Facts, Kernel, knob
@@ -153,11 +154,12 @@ def default(c: Contract, work_units: int, device: Device) -> Knobs:
 
 
 def leads(c: Contract) -> bool:
-    """Where it beats `recurrent` at nearly every batch on an H100: bf16 states, from four tokens
-    on, or from two where it only reads.
+    """Where it beats `recurrent` at nearly every batch on an H100, and `wy_block` does not lead: bf16
+    states, from four tokens on, or from two where it only reads.
     """
     return (
-        c.state_dtype == "bf16"
+        not wy_block_config.leads(c)
+        and c.state_dtype == "bf16"
         and c.tokens >= (2 if c.mode == "frozen" else 4)
         and bool(space_of_default(c))
     )

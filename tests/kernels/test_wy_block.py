@@ -113,8 +113,8 @@ def test_it_refuses_with_a_reason(fields, knobs, reason):
 
 @pytest.mark.parametrize("name", CASES)
 def test_spaces_and_defaults_are_legal(name):
-    """Settings that are tried are legal and have ids of their own; so is the default of any size.
-    No table has it yet: the default rule of the device still names the kernels that were measured.
+    """Settings that are tried are legal and have ids of their own; so is the default of any size,
+    which is what the device's default rule names where this kernel leads, and nowhere else.
     """
     contract, knobs = CASES[name]
     device = arch.target("sm_90a")
@@ -124,4 +124,25 @@ def test_spaces_and_defaults_are_legal(name):
     for exponent in range(0, 16, 3):
         default = wy_block_config.default(contract, 1 << exponent, device)
         assert wy_block_config.refuse(contract, default) is None
-        assert kernels.default(contract, 1 << exponent, device).kernel != KERNEL.name
+        named = kernels.default(contract, 1 << exponent, device)
+        assert (named.kernel == KERNEL.name) is wy_block_config.leads(contract)
+
+
+@pytest.mark.parametrize(
+    ("fields", "leads"),
+    [
+        ({"tokens": 2, "mode": "frozen", "state_dtype": "fp32"}, True),
+        ({"tokens": 2}, False),
+        ({"tokens": 3}, True),
+        ({"tokens": 5, "state_dtype": "fp32"}, False),
+        ({"tokens": 6, "state_dtype": "fp32"}, True),
+        ({"tokens": 8, "mode": "frozen", "intermediate": "dense"}, False),
+        ({"tokens": 8, "K": 96, "V": 96}, False),
+        ({}, False),
+    ],
+)
+def test_where_it_leads(fields, leads):
+    """Outputs alone, and final states of enough tokens; never what it cannot serve."""
+    for op in ("gdn_decode", "kda_decode") if "K" not in fields else ("gdn_decode",):
+        gate = {"gate": "softplus"} if op == "kda_decode" else {}
+        assert wy_block_config.leads(Contract(op=op, **fields, **gate)) is leads
