@@ -225,6 +225,7 @@ MUTANTS = [
     Mutant("no barrier after the Gram matrices", BLOCK, _dropped(r"bar\.sync", 1)),
     Mutant("a product is left out", BLOCK, _without_a_product),
     Mutant("no barrier after the staging", BLOCK_KDA, _dropped(r"bar\.sync", 0)),
+    Mutant("projections over operands that others read", BLOCK_KDA, _dropped(r"bar\.sync", 1)),
     Mutant("decays in bf16", BLOCK_KDA, _in_bf16),
     Mutant(
         "what TF32 lacks is left out",
