@@ -61,12 +61,13 @@ def compile_(
         ),
     ] = False,
     dependent: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--dependent-launch",
-            help="With --table: also what calls with dependent_launch=True take.",
+            "--dependent-launch/--no-dependent-launch",
+            help="With --table: also what calls with dependent_launch=True take. With --bench: as"
+            " of `gdntune bench`.",
         ),
-    ] = False,
+    ] = None,
     bundle: Annotated[
         Path | None,
         typer.Option(help="Folder to link all objects into, for a machine without a compiler."),
@@ -94,8 +95,8 @@ def compile_(
     # Before minutes of compiling, which a file at that place would make worthless.
     if bundle and (fault := no_folder(bundle)):
         raise UnsupportedProblem(f"--bundle {bundle}: {fault}; choose another place")
-    if dependent and not table:
-        raise UnsupportedProblem("--dependent-launch without --table: expected both")
+    if dependent and not (table or of_bench):
+        raise UnsupportedProblem("--dependent-launch without --table or --bench: expected one")
 
     def needs(config: "Config") -> "list[tuple[ObjectSpec, str]]":
         return _objects(config, device, table, of_bench, dependent)
@@ -140,16 +141,20 @@ def compile_(
 
 
 def _objects(
-    config: "Config", device: "Device", tables: list[Path] | None, of_bench: bool, dependent: bool
+    config: "Config",
+    device: "Device",
+    tables: list[Path] | None,
+    of_bench: bool,
+    dependent: bool | None,
 ) -> "list[tuple[ObjectSpec, str]]":
     """What a sweep of a config needs, or a bench, or just what tables can choose for it."""
     from gdntune.tuning.chosen import chosen_objects
     from gdntune.tuning.plan import bench_objects, plan_objects
 
     if of_bench:
-        return bench_objects(config, device, tables or ())
+        return bench_objects(config, device, tables or (), dependent)
     if tables:
-        return chosen_objects(config.all_contracts(), tables, device, dependent)
+        return chosen_objects(config.all_contracts(), tables, device, dependent is True)
     return plan_objects(config, device)
 
 

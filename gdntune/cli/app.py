@@ -246,6 +246,14 @@ def bench(
             " May be given again."
         ),
     ] = None,
+    dependent_launch: Annotated[
+        bool | None,
+        typer.Option(
+            "--dependent-launch/--no-dependent-launch",
+            help="Time what calls with dependent_launch=True get, or those without. Default: under"
+            " chain what the table chose, else without.",
+        ),
+    ] = None,
     device: DeviceKind = None,
     index: Index = 0,
     devices: Devices = None,
@@ -297,6 +305,7 @@ def bench(
             command=shlex.join(["gdntune", *sys.argv[1:]]),
             workers_per_device=workers_per_device,
             without=without or (),
+            dependent_launch=dependent_launch,
         )
     made, files, note = _written(folder)
     outcome.notes.extend(note)

@@ -83,6 +83,12 @@ def explain(
     table_path: Annotated[
         Path | None, typer.Option("--table", help="Ask this table instead of the one in use.")
     ] = None,
+    dependent_launch: Annotated[
+        bool,
+        typer.Option(
+            "--dependent-launch/--no-dependent-launch", help="What the call gives for it."
+        ),
+    ] = False,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="The device whose table is asked.")
     ] = "auto",
@@ -132,7 +138,7 @@ def explain(
             contract, work_units, accept_rate, layers, table_path, device, index, as_json
         )
         return
-    said = explanation(contract, work_units, table_path, device, index)
+    said = explanation(contract, work_units, table_path, device, index, dependent_launch)
     if as_json:
         print_json(said)
         return
@@ -142,6 +148,9 @@ def explain(
     )
     typer.echo(f"  variant: {said['variant'] or 'none'}")
     typer.echo(f"  why:     {said['reason']}")
+    if other := said["otherwise"]:
+        how = "without" if dependent_launch else "with"
+        typer.echo(f"  {how} dependent launch: {other['variant']}: {other['reason']}")
     for warning in said["warnings"]:
         typer.echo(f"  note:    {warning}")
 

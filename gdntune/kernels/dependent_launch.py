@@ -1,7 +1,7 @@
 """The knob `pdl` of kernels that may start before the kernel ahead of them ends."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gdntune.errors import listed
@@ -25,6 +25,27 @@ def pdl_knob() -> Any:
 def pdl_fault(setting: Any) -> str | None:
     """Why a setting's `pdl` is no such form, or None."""
     return None if setting.pdl in PDL else f"pdl={setting.pdl!r}: expected one of {listed(PDL)}"
+
+
+def uses(knobs: Mapping[str, Any]) -> bool:
+    """Whether a variant of these knobs starts before the kernel ahead ends; of a kernel without the
+    knob, or from before there was one, none does.
+    """
+    return knobs.get("pdl", PDL[0]) != PDL[0]
+
+
+def without(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same knobs, but for dependent launch."""
+    return {**knobs, "pdl": PDL[0]} if uses(knobs) else dict(knobs)
+
+
+def form(setting: Any, dependent: bool) -> Any:
+    """A setting as a caller allows it to start: without dependent launch, or with the form that it
+    has, and `first`, which owes least, where it has none. One without the knob stays as it is.
+    """
+    if not hasattr(setting, "pdl") or (setting.pdl != PDL[0]) is dependent:
+        return setting
+    return dataclasses.replace(setting, pdl=PDL[1] if dependent else PDL[0])
 
 
 def in_every_form(found: Sequence[Any]) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ from gdntune.errors import counted
 from gdntune.report.document import Block, Bullets, Document, Grid, Section, Text
 from gdntune.results.bootstrap import CONFIDENCE
 from gdntune.results.compare import Compared, Comparison
-from gdntune.results.merge import Differences
+from gdntune.results.merge import Difference, Differences
 from gdntune.timing import CUPTI_STEP_US, TIE_SHARE
 
 
@@ -66,6 +66,11 @@ def _grid(cells: Sequence[Compared]) -> Grid:
     return Grid("", headers, rows, left=3)
 
 
+def _whose(d: Difference) -> str:
+    """The contract, and which of its calls choose otherwise where it is not all."""
+    return f"{d.contract}, without dependent launch" if d.alone else d.contract
+
+
 def diff_document(found: Differences, title: str) -> Document:
     """Where the choices of two tables differ, and what else does."""
     n = len(found.choices)
@@ -82,7 +87,7 @@ def diff_document(found: Differences, title: str) -> Document:
         rows = tuple(
             (
                 # said once a contract
-                d.contract if i == 0 or d.contract != found.choices[i - 1].contract else "",
+                _whose(d) if i == 0 or _whose(d) != _whose(found.choices[i - 1]) else "",
                 d.a or "no rule",
                 d.b or "no rule",
                 f"{d.first} on" if d.last is None else f"{d.first} to {d.last}",

@@ -16,6 +16,7 @@ from gdntune.device.arch import Device
 from gdntune.errors import JournalError, MeasurementError
 from gdntune.results.journal import digest
 from gdntune.results.records import Build, Cell, Check, Record, Run, Trial, noisy
+from gdntune.kernels import dependent_launch as launch
 from gdntune.kernels.spec import FLOORS, Variant, floor_name
 from gdntune.problem import Contract, Problem
 from gdntune.results.table import Evidence, Interval, Origin, Rule, Table, TableVariant
@@ -57,6 +58,8 @@ def derive(
         the rule chose when the cells were timed, where the header says that this counts.
         A cell that names a choice made beforehand, a bench's, has that variant alone.
     The evidence is of the samples that were taken after the choice, where the journal has them.
+    Where the header says so (`alone`), and a rule names a variant that uses dependent launch, calls
+    without it get a choice of their own, made in the same way of the variants that do not use it.
     admits: by a variant's id; the others count as never timed, also where a cell's best is sought.
     Raises JournalError where no cell has such a variant, MeasurementError for a time that cannot be
     true.
@@ -77,23 +80,36 @@ def derive(
 
     again = timed_again(records, admits)
 
-    def shown(cell: Timed, name: str) -> Evidence:
-        return evidence_of(cell, name, run, again.get(cell.problem))
-
-    rules: list[Rule] = []
-    variants: dict[str, Variant] = {}
-    for contract, cells in sorted(by_contract.items()):
+    def chosen(
+        contract: Contract, cells: Sequence[Timed], again: Mapping[Problem, Timed]
+    ) -> Chosen:
         # Within a contract: which variants are simple depends on what its kernel offers there.
         rank = ranks(cells)
         kept = [
             default and kept_default(cell, default(contract, cell.work_units)) for cell in cells
         ]
         choice = choose([_acceptable(cell, regret) for cell in cells], rank, kept)
-        found = intervals(cells, choice, run.device, regret, shown)
-        rules.append(Rule(contract, found))
-        variants |= {
-            name: cell.finals[name].variant for cell, name in zip(cells, choice, strict=True)
-        }
+        found = intervals(
+            cells,
+            choice,
+            run.device,
+            regret,
+            lambda cell, name: evidence_of(cell, name, run, again.get(cell.problem)),
+        )
+        named = [cell.finals[name].variant for cell, name in zip(cells, choice, strict=True)]
+        return Chosen(found, {v.id: v for v in named})
+
+    again_alone = {c.problem: c for c in without_dependent_launch(again.values())}
+    rules: list[Rule] = []
+    variants: dict[str, Variant] = {}
+    for contract, cells in sorted(by_contract.items()):
+        found = chosen(contract, cells, again)
+        alone = None
+        if run.alone is True and found.uses_dependent_launch:
+            if others := without_dependent_launch(cells):
+                alone = chosen(contract, others, again_alone)
+        rules.append(rule_of(contract, found, alone))
+        variants |= found.variants | (alone.variants if alone else {})
 
     return Table(
         schema="gdntune.table/1",
@@ -110,6 +126,35 @@ def derive(
         variants={name: TableVariant(v.kernel, v.knobs) for name, v in sorted(variants.items())},
         rules=tuple(rules),
     )
+
+
+class Chosen(NamedTuple):
+    """What calls of a contract take, with the variants by id."""
+
+    intervals: tuple[Interval, ...]
+    variants: dict[str, Variant]
+
+    @property
+    def uses_dependent_launch(self) -> bool:
+        """Whether any of the variants does."""
+        return any(launch.uses(v.knobs) for v in self.variants.values())
+
+
+def rule_of(contract: Contract, found: Chosen, alone: Chosen | None) -> Rule:
+    """A contract's rule, with what calls without dependent launch take where that was chosen."""
+    return Rule(contract, found.intervals, alone=alone.intervals if alone else msgspec.UNSET)
+
+
+def without_dependent_launch(cells: Iterable["Timed"]) -> list["Timed"]:
+    """The cells as if no variant that uses dependent launch had been brought to the end; those
+    without another are left out.
+    """
+    found = []
+    for cell in cells:
+        finals = {n: f for n, f in cell.finals.items() if not launch.uses(f.variant.knobs)}
+        if finals:
+            found.append(cell._replace(finals=finals))
+    return found
 
 
 def marked(

@@ -43,7 +43,9 @@ def estimate(table: Table, contract: Contract, work_units: int) -> Estimate | No
     # the nearest rule may write other states than the contract
     if _written(rule.when) != _written(contract):
         return None
-    cells = {e.work_units: e.time_us for i in rule.intervals for e in i.evidence}
+    # what the calls take unless they ask for more
+    served = rule.serving(dependent_launch=False)
+    cells = {e.work_units: e.time_us for i in served for e in i.evidence}
     if not cells:
         return None
     at = sorted(cells)

@@ -26,7 +26,7 @@ from gdntune.errors import JournalError, Locked, counted, listed, no_folder
 from gdntune.files import write_whole
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Problem, without_defaults
-from gdntune.results.records import PEER, TABLE, NOISY, Status, Purpose, Ended, Run, Build, Check, Trial, Cell, Record, made_by, timed, tried, power_capped, noisy, noise_notes, latest
+from gdntune.results.records import LAUNCH, PEER, TABLE, NOISY, Status, Purpose, Ended, Run, Build, Check, Trial, Cell, Record, made_by, timed, tried, power_capped, noisy, noise_notes, latest
 from gdntune.results.workload import Load
 
 SCHEMA = "gdntune.journal/1"
@@ -63,6 +63,7 @@ _ASKED = {
     "timer": "--timer, or policy.timer of the config",
     "l2": "--l2, or policy.l2 of the config",
     TABLE: "--table, or the table in use",
+    LAUNCH: "--dependent-launch, or the policy's own",
     PEER: "--peers, or another version of it",
     _CONTENT: "it was edited",
     "code of ": "it was edited",
@@ -539,7 +540,7 @@ def require_same(path: Path, there: Run, here: Run, records: Iterable[Record]) -
         return msgspec.structs.replace(
             run,
             kernels={name: code for name, code in run.kernels.items() if name in used},
-            software={n: v for n, v in run.software.items() if n.startswith((TABLE, PEER))},
+            software={n: v for n, v in run.software.items() if n.startswith((TABLE, LAUNCH, PEER))},
         )
 
     if differs := "; ".join(_differences(alike(there), alike(here))):

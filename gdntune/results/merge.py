@@ -9,15 +9,16 @@ import msgspec
 
 from gdntune.device.arch import Device
 from gdntune.errors import TableError, listed
+from gdntune.kernels import dependent_launch as launch
 from gdntune.kernels.fingerprint import same_objects
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract
 from gdntune.results.table import Origin, Rule, Table, TableVariant, could_serve
 
 
-class Difference(msgspec.Struct, frozen=True):
+class Difference(msgspec.Struct, frozen=True, omit_defaults=True):
     """Work units `first` to `last` (None: without end) of a contract where A and B choose
-    otherwise; None: no rule there.
+    otherwise; None: no rule there. alone: for calls that do not allow dependent launch.
     """
 
     contract: str
@@ -25,6 +26,7 @@ class Difference(msgspec.Struct, frozen=True):
     last: int | None
     a: str | None
     b: str | None
+    alone: bool = False
 
 
 class Differences(msgspec.Struct, frozen=True):
@@ -44,19 +46,32 @@ def diff(a: Table, b: Table) -> Differences:
     found: list[Difference] = []
     for contract in sorted(rules[0].keys() | rules[1].keys()):
         mine, theirs = (r.get(contract) for r in rules)
-        found += _rule_differences(contract.key(), a, mine, b, theirs)
+        found += _rule_differences(contract.key(), a, mine, b, theirs, dependent_launch=True)
+        # Where neither has a choice of its own for them, what such calls take follows from the rest.
+        if mine and theirs and (mine.alone or theirs.alone):
+            found += _rule_differences(contract.key(), a, mine, b, theirs, dependent_launch=False)
     return Differences(tuple(found), tuple(_about(a, b)))
 
 
 def _rule_differences(
-    key: str, a: Table, mine: Rule | None, b: Table, theirs: Rule | None
+    key: str,
+    a: Table,
+    mine: Rule | None,
+    b: Table,
+    theirs: Rule | None,
+    *,
+    dependent_launch: bool,
 ) -> Iterator[Difference]:
     # Both tables' steps: between two of them neither changes its choice.
-    starts = sorted({i.first for rule in (mine, theirs) if rule for i in rule.intervals})
+    starts = sorted(
+        {i.first for rule in (mine, theirs) if rule for i in rule.serving(dependent_launch)}
+    )
     spans: list[Difference] = []
     for first, after in zip(starts, [*starts[1:], None], strict=True):
-        one, other = (rule.at(first).variant if rule else None for rule in (mine, theirs))
-        if _what(a, one) == _what(b, other):
+        one, other = (
+            rule.at(first, dependent_launch).variant if rule else None for rule in (mine, theirs)
+        )
+        if _what(a, one, dependent_launch) == _what(b, other, dependent_launch):
             continue
         last = None if after is None else after - 1
         before = spans[-1] if spans else None
@@ -64,12 +79,15 @@ def _rule_differences(
         if before and before.last == first - 1 and (before.a, before.b) == (one, other):
             spans[-1] = msgspec.structs.replace(before, last=last)
         else:
-            spans.append(Difference(key, first, last, one, other))
+            spans.append(Difference(key, first, last, one, other, not dependent_launch))
     yield from spans
 
 
-def _what(t: Table, name: str | None) -> TableVariant | None:
-    return None if name is None else t.variants[name]
+def _what(t: Table, name: str | None, dependent_launch: bool) -> TableVariant | None:
+    """What calls that allow dependent launch, or do not, take of an interval's variant."""
+    if name is None or dependent_launch:
+        return None if name is None else t.variants[name]
+    return TableVariant(t.variants[name].kernel, launch.without(t.variants[name].knobs))
 
 
 def _about(a: Table, b: Table) -> Iterator[str]:
@@ -122,7 +140,7 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
     rules = [r for _, r in sorted((_rules(under, a.policy) | _rules(over, a.policy)).items())]
     named: dict[str, Variant] = {}
     for rule in rules:
-        for i in rule.intervals:
+        for i in rule.every:
             both = [t.variant(i.variant) for t in (a, b) if i.variant in t.variants]
             named[i.variant] = max(both, key=lambda v: len(v.knobs))
     fingerprints = b.kernels | a.kernels
@@ -143,7 +161,7 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
 def _without(t: Table, contracts: set[Contract]) -> Table:
     """A table without its rules for some contracts, and without what these alone name."""
     rules = tuple(r for r in t.rules if r.when not in contracts)
-    names = {i.variant for r in rules for i in r.intervals}
+    names = {i.variant for r in rules for i in r.every}
     kernels = {t.variants[name].kernel for name in names}
     return msgspec.structs.replace(
         t,

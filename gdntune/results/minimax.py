@@ -16,6 +16,7 @@ from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract
 from gdntune.results import journal
 from gdntune.results.derive import (
+    Chosen,
     Timed,
     by_work_units,
     choose,
@@ -26,8 +27,10 @@ from gdntune.results.derive import (
     marked,
     noted_defaults,
     ranks,
+    rule_of,
     timed_again,
     timed_cells,
+    without_dependent_launch,
 )
 from gdntune.results.records import Record, Run
 from gdntune.results.judge import Replayed
@@ -96,6 +99,20 @@ def minimax(paths: Sequence[str | os.PathLike[str]], regret: float | None = None
     _refuse_others(paths, cards)
     if regret is None:
         regret = TIE_SHARE if first.regret is msgspec.UNSET else first.regret
+    # The header of one that has no choice for such calls says that nothing was timed for it.
+    apart = all(card.run.alone is True for card in cards)
+    shown, shown_alone = _Shown(cards), _Shown(cards, alone=True)
+
+    def chosen(cells: Sequence[Several], shown: _Shown) -> Chosen:
+        rank = ranks(one for cell in cells for one in cell.cells)
+        kept = [_kept(cards, cell) for cell in cells]
+        choice = choose([cell.acceptable(regret) for cell in cells], rank, kept)
+        found = intervals(cells, choice, first.device, regret, shown)
+        named = zip(cells, choice, strict=True)
+        return Chosen(
+            found, {name: cell.cells[cell.worst(name)].finals[name].variant for cell, name in named}
+        )
+
     rules: list[Rule] = []
     variants: dict[str, Variant] = {}
     single = lost = 0
@@ -106,13 +123,13 @@ def minimax(paths: Sequence[str | os.PathLike[str]], regret: float | None = None
         single += sum(len(cell.cells) == 1 for cell in cells)
         if not cells:
             continue
-        rank = ranks(one for cell in cells for one in cell.cells)
-        kept = [_kept(cards, cell) for cell in cells]
-        choice = choose([cell.acceptable(regret) for cell in cells], rank, kept)
-        found = intervals(cells, choice, first.device, regret, _Shown(cards))
-        rules.append(Rule(contract, found))
-        for cell, name in zip(cells, choice, strict=True):
-            variants[name] = cell.cells[cell.worst(name)].finals[name].variant
+        found = chosen(cells, shown)
+        alone = None
+        if apart and found.uses_dependent_launch:
+            others = [cell for cell in _alone(every) if cell.acceptable(regret)]
+            alone = chosen(others, shown_alone) if others else None
+        rules.append(rule_of(contract, found, alone))
+        variants |= found.variants | (alone.variants if alone else {})
     if not rules:
         raise JournalError(
             f"no cell of {listed(map(str, paths))} has a variant that all cards timed to the end;"
@@ -181,6 +198,17 @@ def _joined(cards: Sequence[Card], contract: Contract) -> list[Several]:
     ]
 
 
+def _alone(every: Sequence[Several]) -> list[Several]:
+    """The cells without the final samples of variants that use dependent launch."""
+    found = []
+    for cell in every:
+        pairs = zip(cell.cells, cell.cards, strict=True)
+        kept = [(one, n) for all_, n in pairs for one in without_dependent_launch([all_])]
+        if kept:
+            found.append(Several(tuple(one for one, _ in kept), tuple(n for _, n in kept)))
+    return found
+
+
 def _kept(cards: Sequence[Card], cell: Several) -> str | None:
     """The default rule's variant where no tuned choice beats it beyond a tie on any card."""
     names = set()
@@ -191,11 +219,17 @@ def _kept(cards: Sequence[Card], cell: Several) -> str | None:
 
 
 class _Shown:
-    """The evidence of a choice: of the card where it loses most."""
+    """The evidence of a choice: of the card where it loses most. alone: among the variants that do
+    not use dependent launch.
+    """
 
-    def __init__(self, cards: Sequence[Card]) -> None:
+    def __init__(self, cards: Sequence[Card], alone: bool = False) -> None:
         self._cards = cards
-        self._again = [timed_again(card.records) for card in cards]
+        again = [timed_again(card.records) for card in cards]
+        self._again = [
+            {c.problem: c for c in without_dependent_launch(of.values())} if alone else of
+            for of in again
+        ]
 
     def __call__(self, cell: Several, name: str) -> Evidence:
         at = cell.worst(name)

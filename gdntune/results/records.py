@@ -37,9 +37,9 @@ Purpose = Literal["bisection", "held-out", "evidence"]
 
 
 Ended = Literal["ok", "failed", "crashed", "timeout"]
-# How the names of a bench's `software` begin where they say whose choices it times, and beside
-# whom.
-TABLE, PEER = "table for ", "peer "
+# How the names of a bench's `software` begin where they say whose choices it times, for which
+# calls where these are not as the table chose, and beside whom.
+TABLE, LAUNCH, PEER = "table for ", "dependent launch", "peer "
 
 
 class _Record(
@@ -57,8 +57,8 @@ class Run(_Record, frozen=True, kw_only=True):
     peaks: the DRAM's peak, GB/s, by source (`datasheet`, `nvml`, `measured`). started: ISO 8601,
         UTC.
     workload: the steps that the cells' rounds were weighed by, absent where there was none.
-    regret, keeps_default: how its table is derived, see `derive.derive`; absent where an older
-        version wrote.
+    regret, keeps_default, alone: how its table is derived, see `derive.derive`; absent where an
+        older version wrote.
     cells: how many its config asks for, without those that a sweep adds. rounds, placements: its
         config's; one placement where it is absent. workers_per_device: processes that took turns on
         one when it began, one where it is absent. Absent as these are. cards: the GPUs of this host that timed, as they were
@@ -78,6 +78,7 @@ class Run(_Record, frozen=True, kw_only=True):
     workload: tuple[Load, ...] | msgspec.UnsetType = msgspec.UNSET
     regret: float | msgspec.UnsetType = msgspec.UNSET
     keeps_default: bool | msgspec.UnsetType = msgspec.UNSET
+    alone: bool | msgspec.UnsetType = msgspec.UNSET
     cells: int | msgspec.UnsetType = msgspec.UNSET
     rounds: int | msgspec.UnsetType = msgspec.UNSET
     placements: int | msgspec.UnsetType = msgspec.UNSET

@@ -21,6 +21,7 @@ from gdntune import strict
 from gdntune.device.arch import Device
 from gdntune.errors import JournalError, TableError, UnsupportedProblem, listed
 from gdntune.files import write_whole
+from gdntune.kernels import dependent_launch as launch
 from gdntune.kernels.fingerprint import same_objects
 from gdntune.kernels.spec import Variant
 from gdntune.problem import ITEMSIZE, Contract, contract_fault, without_defaults
@@ -86,17 +87,32 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     policy: how it was measured, where that is not as the table says: in a merged one a layer's step
         may be of a chain of layers.
+    alone: what calls that do not allow dependent launch take, where it was chosen for them: as
+        `intervals`, without a variant that uses it. Absent where no interval names one that does.
     """
 
     when: Contract
     intervals: Annotated[tuple[Interval, ...], msgspec.Meta(min_length=1)]
     policy: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    alone: Annotated[tuple[Interval, ...], msgspec.Meta(min_length=1)] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )
 
-    def at(self, work_units: int) -> Interval:
-        """The interval that work_units >= 1 falls into."""
-        return self.intervals[
-            bisect.bisect_right(self.intervals, work_units, key=lambda i: i.first) - 1
-        ]
+    def serving(self, dependent_launch: bool = True) -> tuple[Interval, ...]:
+        """The intervals for calls that allow dependent launch, or do not. Without a choice for the
+        latter they are the same, and may name variants that such calls take another form of.
+        """
+        return self.intervals if dependent_launch or not self.alone else self.alone
+
+    @property
+    def every(self) -> tuple[Interval, ...]:
+        """The intervals of all calls."""
+        return (*self.intervals, *(self.alone or ()))
+
+    def at(self, work_units: int, dependent_launch: bool = True) -> Interval:
+        """The interval that work_units >= 1 falls into, see `serving`."""
+        found = self.serving(dependent_launch)
+        return found[bisect.bisect_right(found, work_units, key=lambda i: i.first) - 1]
 
 
 class TableVariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -182,17 +198,23 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         served = [r for r in self.rules if could_serve(r.when, contract)]
         return sorted(served, key=lambda r: _distance(r.when, contract))
 
-    def find(self, contract: Contract, work_units: int) -> tuple[Rule, Interval] | None:
-        """The nearest rule and its interval; None where no rule is near. UnsupportedProblem for
-        work units below 1.
+    def find(
+        self, contract: Contract, work_units: int, *, dependent_launch: bool = True
+    ) -> tuple[Rule, Interval] | None:
+        """The nearest rule and its interval, see `Rule.serving`; None where no rule is near.
+        UnsupportedProblem for work units below 1.
         """
         check_work_units(work_units)
         ranked = self.ranked(contract)
-        return (ranked[0], ranked[0].at(work_units)) if ranked else None
+        return (ranked[0], ranked[0].at(work_units, dependent_launch)) if ranked else None
 
-    def explain(self, contract: Contract, work_units: int) -> dict[str, Any]:
-        """What is chosen at (contract, work units), and why, as plain values."""
-        found = self.find(contract, work_units)
+    def explain(
+        self, contract: Contract, work_units: int, *, dependent_launch: bool = True
+    ) -> dict[str, Any]:
+        """What the table names at (contract, work units), and why, as plain values; see
+        `Rule.serving`.
+        """
+        found = self.find(contract, work_units, dependent_launch=dependent_launch)
         asked = {
             "contract": contract.key(),
             "work_units": work_units,
@@ -216,7 +238,13 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         seen = min(
             interval.evidence, key=lambda e: abs(math.log(e.work_units / work_units)), default=None
         )
-        nearest = f"the nearest rule, which differs in {listed(differs)}"
+        reason = (
+            f"the nearest rule, which differs in {listed(differs)}"
+            if differs
+            else "the contract's own rule"
+        )
+        if not dependent_launch and rule.alone:
+            reason += ", its choice for calls without dependent launch"
         return {
             **asked,
             "policy": self.policy_of(rule),
@@ -229,7 +257,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "knobs": dict(chosen.knobs),
             "evidence": msgspec.to_builtins(seen),
             "runner_up": seen and seen.runner_up,
-            "reason": (nearest if differs else "the contract's own rule") + _seen(seen, work_units),
+            "reason": reason + _seen(seen, work_units),
         }
 
 
@@ -346,9 +374,14 @@ def _text(table: Table) -> bytes:
     lines = [f"  {_line(name)}: {_line(variant)}" for name, variant in variants.items()]
     shown = []
     for rule in rules:
-        intervals = ",\n".join(f"    {_line(interval)}" for interval in rule["intervals"])
         own = f' "policy": {_line(rule["policy"])},' if "policy" in rule else ""
-        shown.append(f'  {{"when": {_line(rule["when"])},{own}\n   "intervals": [\n{intervals}]}}')
+        lists = [
+            f'   "{name}": [\n' + ",\n".join(f"    {_line(i)}" for i in rule[name]) + "]"
+            for name in ("intervals", "alone")
+            if name in rule
+        ]
+        between_lists = ",\n".join(lists)
+        shown.append(f'  {{"when": {_line(rule["when"])},{own}\n{between_lists}}}')
     between = ",\n"
     return (
         f'{head.removesuffix("}").rstrip()},\n "variants": {{\n{between.join(lines)}\n }},\n'
@@ -450,12 +483,20 @@ def _faults(table: Table) -> Iterator[tuple[str, str]]:
                 f"is that of $.rules[{seen[rule.when]}] again: leave one rule for a contract",
             )
         seen[rule.when] = i
-        for j, interval in enumerate(rule.intervals):
-            previous = rule.intervals[j - 1] if j else None
-            for path, fault in _interval_faults(
-                table, interval, previous, j == len(rule.intervals) - 1
-            ):
-                yield f"$.rules[{i}].intervals[{j}]{path}", fault
+        for name, found in (("intervals", rule.intervals), ("alone", rule.alone or ())):
+            for j, interval in enumerate(found):
+                previous = found[j - 1] if j else None
+                for path, fault in _interval_faults(
+                    table, interval, previous, j == len(found) - 1
+                ):
+                    yield f"$.rules[{i}].{name}[{j}]{path}", fault
+        for j, interval in enumerate(rule.alone or ()):
+            if launch.uses(table.variants[interval.variant].knobs):
+                yield (
+                    f"$.rules[{i}].alone[{j}].variant",
+                    f"is {interval.variant!r}, which uses dependent launch: expected one that does"
+                    " not, calls that do not allow it take it",
+                )
 
 
 def _interval_faults(

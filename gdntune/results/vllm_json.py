@@ -16,7 +16,7 @@ def vllm_json(table: Table, HV: int) -> dict[str, str]:
     found = {}
     for rule in table.rules:
         by_batch: dict[str, dict[str, object]] = {}
-        for interval in rule.intervals:
+        for interval in rule.serving(dependent_launch=False):
             # from the first whole batch on; a later interval of the same batch counts
             batch = -(-interval.first // HV)
             if interval.last is None or batch * HV <= interval.last:

@@ -6,7 +6,6 @@ default rule. Nothing is decided twice: a contract is bound once.
 """
 
 import bisect
-import dataclasses
 import hashlib
 import logging
 import math
@@ -20,6 +19,7 @@ import gdntune
 from gdntune import kernels
 from gdntune.device.arch import Device, detect
 from gdntune.errors import CaptureError, UnsupportedProblem
+from gdntune.kernels.dependent_launch import form
 from gdntune.kernels.spec import Variant
 from gdntune.objects.store import NOWHERE, ObjectSpec, Store, installed_bundle, object_spec
 from gdntune.problem import Contract, Op, check_contract
@@ -198,16 +198,24 @@ class Runtime:
             )
         return source
 
-    def choices(self, contract: Contract) -> list[Choice]:
-        """What serves a contract, by rising work units; the first starts at 1."""
-        check_contract(contract)
+    def choices(self, contract: Contract, dependent_launch: bool | None = None) -> list[Choice]:
+        """What serves a contract, by rising work units; the first starts at 1. dependent_launch:
+        whether the caller allows it; None: as each variant was chosen.
+        """
+        found = self._chosen(check_contract(contract), dependent_launch is not False)
+        if dependent_launch is None:
+            return found
+        return [launched(contract, c, dependent_launch) for c in found]
+
+    def _chosen(self, contract: Contract, dependent_launch: bool) -> list[Choice]:
         found: list[Choice] = []
         source = self.source(contract.op)
         if source is not None:
-            found = self._from_table(source, contract)
+            found = self._from_table(source, contract, dependent_launch)
             if not found and contract.conv_input != "packed":
                 # the same bytes from other places: what is fast for the one is for the other
-                found = self._from_table(source, contract.replace(conv_input="packed"))
+                packed = contract.replace(conv_input="packed")
+                found = self._from_table(source, packed, dependent_launch)
         if found:
             return found
         # The default rule, sampled at powers of two: it is a staircase of a few steps
@@ -217,17 +225,18 @@ class Runtime:
                 found.append(Choice(1 << exponent, variant, "the kernel's default rule"))
         return found
 
-    def _from_table(self, source: Source, contract: Contract) -> list[Choice]:
+    def _from_table(
+        self, source: Source, contract: Contract, dependent_launch: bool
+    ) -> list[Choice]:
         # Nearest first; a rule with any variant that cannot serve the contract is passed over
         # whole.
         for rule in source.table.ranked(contract):
+            why = f"{source.why} table {source.path}, rule {rule.when.key()}"
+            if not dependent_launch and rule.alone:
+                why += ", its choice for calls without dependent launch"
             found = [
-                Choice(
-                    i.first,
-                    source.table.variant(i.variant),
-                    f"{source.why} table {source.path}, rule {rule.when.key()}",
-                )
-                for i in rule.intervals
+                Choice(i.first, source.table.variant(i.variant), why)
+                for i in rule.serving(dependent_launch)
             ]
             faults = [
                 f"{c.variant.id}: {fault}"
@@ -260,7 +269,7 @@ class Runtime:
         key = (contract, batch_invariant, dependent_launch)
         bound = self._bound.get(key)
         if bound is None:
-            choices = self.choices(contract)
+            choices = self.choices(contract, dependent_launch)
             if batch_invariant:
                 choices = [
                     # The variant of the largest sizes serves all: there a wrong choice costs the
@@ -270,8 +279,6 @@ class Runtime:
                         why=choices[-1].why + "; batch_invariant: one variant for all sizes",
                     )
                 ]
-            if dependent_launch is not None:
-                choices = [launched(contract, c, dependent_launch) for c in choices]
             bound = self._bound[key] = Bound(self, contract, choices)
         return bound
 
@@ -299,10 +306,10 @@ def launched(contract: Contract, choice: Choice, dependent: bool) -> Choice:
     kernel = kernels.get(choice.variant.kernel)
     # with its defaults: a table may be older than the knob
     setting = kernel.setting(choice.variant.knobs)
-    now = getattr(setting, "pdl", None)
-    if now is None or (now != "none") is dependent:
+    allowed = form(setting, dependent)
+    if allowed == setting:
         return choice
-    other = kernel.variant(dataclasses.replace(setting, pdl="first" if dependent else "none"))
+    other = kernel.variant(allowed)
     if dependent and kernels.refuse(contract, other) is not None:
         return choice
     said = "with" if dependent else "without"

@@ -84,15 +84,29 @@ def table_hash(device: str = "cuda", index: int = 0) -> str:
 
 
 def explain(
-    contract: Contract, work_units: int, device: str = "cuda", index: int = 0
+    contract: Contract,
+    work_units: int,
+    device: str = "cuda",
+    index: int = 0,
+    *,
+    dependent_launch: bool = False,
 ) -> dict[str, Any]:
     """What serves a contract at some work units (B*HV), and why, as plain values: the variant, its
     kernel and knobs, the table and rule that it comes from, what was measured there, warnings.
+
+    dependent_launch: what the calls give for it; `otherwise`: what serves the others, None where
+    that is the same.
     """
     from gdntune.runtime.explain import explanation
 
     kind = _runtime(device, index).device.kind
-    return explanation(check_contract(contract), work_units, kind=kind, index=index)
+    return explanation(
+        check_contract(contract),
+        work_units,
+        kind=kind,
+        index=index,
+        dependent_launch=dependent_launch,
+    )
 
 
 def check_ranks(device: str = "cuda", index: int = 0, group: Any = None) -> str:

@@ -45,6 +45,7 @@ def bench(
     command: str = "",
     workers_per_device: int | None = None,
     without: Sequence[Path] = (),
+    dependent_launch: bool | None = None,
 ) -> Outcome:
     """Times a config's cells, each B, H and HV: the table's choice, the default rule's, the floor
     and each peer, interleaved.
@@ -52,10 +53,10 @@ def bench(
     table: instead of the one in use. rounds: instead of the config's final_rounds.
     workers_per_device: processes that take turns on a GPU, so that peers' kernels of other cells
     are compiled while one of them times; None: as `workers`. without: journals of this bench whose
-    cells are not timed again, see `left`. The rest as of `search.sweep`. Writes
-    folder/journal.jsonl and folder/table.json, or resumes where the journal ends. Raises
-    GdntuneError for a peer that is not known, a journal of another bench, a folder in use, a device
-    that cannot hold its clocks.
+    cells are not timed again, see `left`. dependent_launch: as of `plan.bench_plan`. The rest as of
+    `search.sweep`. Writes folder/journal.jsonl and folder/table.json, or resumes where the journal
+    ends. Raises GdntuneError for a peer that is not known, a journal of another bench, a folder in
+    use, a device that cannot hold its clocks.
     """
     if rounds is not None:
         search = msgspec.structs.replace(config.search, final_rounds=rounds)
@@ -84,7 +85,7 @@ def bench(
         command,
         workers_per_device,
     )
-    plan = bench_plan(config, device, runtime, named, policy.l2)
+    plan = bench_plan(config, device, runtime, named, policy.l2, dependent_launch)
     plan, notes = left(plan, policy, without)
     outcome = run(plan, Path(folder), means)
     outcome.notes.extend(notes)

@@ -22,6 +22,7 @@ from gdntune.results.derive import (
     passes,
     timed_again,
     timed_cells,
+    without_dependent_launch,
 )
 from gdntune.results.records import Cell, Record, Run, Trial
 from gdntune.results.table import Rule, Table
@@ -142,8 +143,9 @@ def fresh_rounds(search: Search) -> int:
 
 
 class Again(NamedTuple):
-    """A cell that is timed again once its choice was made: the choice first, then what it is
-    compared with; floors: those with the best samples.
+    """A cell that is timed again once its choice was made: the choice first, then the choice for
+    calls without dependent launch, then what they are compared with; floors: those with the best
+    samples.
     """
 
     variants: tuple[str, ...]
@@ -153,8 +155,9 @@ class Again(NamedTuple):
 def again(
     records: Sequence[Record], table: Table, noisy: Collection[Problem] = ()
 ) -> dict[Problem, Again]:
-    """The cells whose choice has no samples that were taken after it, or had noisy ones: the
-    choice, the best by the samples that chose, the next best, and the default rule's.
+    """The cells whose choices have no samples that were taken after them, or had noisy ones: the
+    choice, that for calls without dependent launch, of each the best by the samples that chose and
+    the next best, and the default rule's.
     """
     rules = {rule.when: rule for rule in table.rules}
     aside, known = set(marked(records)), timed_again(records)
@@ -163,15 +166,13 @@ def again(
     found: dict[Problem, Again] = {}
     for contract, cells in by_work_units(timed_cells(records)).items():
         for cell in (c for c in cells if contract in rules and c.problem not in aside):
-            choice = rules[contract].at(cell.work_units).variant
+            choices, ranked = _compared(rules[contract], cell)
             done = known.get(cell.problem)
-            fresh = done is not None and choice in done.finals and cell.problem not in noisy
-            if choice not in cell.finals or fresh:
+            fresh = done is not None and done.finals.keys() >= {*choices}
+            if not choices or (fresh and cell.problem not in noisy):
                 continue
-            means = {name: final.stats.mean_us for name, final in cell.finals.items()}
-            ranked = sorted(means, key=means.__getitem__)
             default = defaults(contract, cell.work_units)
-            wanted = [choice, *ranked[:RUNNERS_UP], *([default] if default in cell.finals else [])]
+            wanted = [*choices, *ranked, *([default] if default in cell.finals else [])]
             floors = frozenset(
                 t.variant.id
                 for t in trials[cell.problem]
@@ -179,6 +180,23 @@ def again(
             )
             found[cell.problem] = Again(tuple(dict.fromkeys(wanted)), floors)
     return found
+
+
+def _compared(rule: Rule, cell: Timed) -> tuple[list[str], list[str]]:
+    """A rule's choices at a cell, for calls with dependent launch first, and the best that each
+    was chosen among; none where the first has no samples there.
+    """
+    choices: list[str] = []
+    ranked: list[str] = []
+    for allowed in (True, False) if rule.alone else (True,):
+        for seen in [cell] if allowed else without_dependent_launch([cell]):
+            means = {name: final.stats.mean_us for name, final in seen.finals.items()}
+            choice = rule.at(cell.work_units, allowed).variant
+            if choice not in means:
+                return choices, ranked
+            choices.append(choice)
+            ranked += sorted(means, key=means.__getitem__)[:RUNNERS_UP]
+    return choices, ranked
 
 
 def held_out(config: Config, records: Sequence[Record]) -> list[Problem]:

@@ -9,7 +9,7 @@ from gdntune.errors import UnsupportedProblem, listed
 from gdntune.objects.store import ObjectSpec, object_spec
 from gdntune.problem import Contract
 from gdntune.results import table
-from gdntune.runtime.dispatch import Runtime, launched
+from gdntune.runtime.dispatch import Runtime
 
 
 def contracts_of(paths: Iterable[Path]) -> list[Contract]:
@@ -39,11 +39,10 @@ def chosen_objects(
         ops = {rule.when.op for rule in runtime.use(path).rules}
         for contract in (c for c in wanted if c.op in ops):
             served.add(contract)
-            for choice in runtime.choices(contract):
-                for allowed in (False, True) if dependent_launch else (False,):
-                    variant = launched(contract, choice, allowed).variant
-                    spec = runtime.spec(contract, variant)
-                    found[spec.key] = (spec, kernels.get(variant.kernel).compiler)
+            for allowed in (False, True) if dependent_launch else (False,):
+                for choice in runtime.choices(contract, allowed):
+                    spec = runtime.spec(contract, choice.variant)
+                    found[spec.key] = (spec, kernels.get(choice.variant.kernel).compiler)
     if left := {c.op for c in wanted if c not in served}:
         raise UnsupportedProblem(
             f"no given table has rules for {listed(sorted(left))}: give one for each op, or only"

@@ -21,6 +21,7 @@ from gdntune.tuning.measure import (
     LEAST_KEPT,
     LEAST_ROUNDS,
     PACE_ROUNDS,
+    apart,
 )
 from gdntune.tuning.plan import sweep_plan
 
@@ -125,11 +126,14 @@ def cell_s(
     forms = _forms(problem, device, floors)
     tried = len(decode) + sum(forms)
     first = min(search.screen_rounds, max(FIRST_LOOK_ROUNDS, -(-search.screen_rounds // 2)))
-    better = max(LEAST_KEPT, search.keep, len(decode) // FIRST_LOOK_KEEPS)
-    again = min(better, len(decode)) + sum(min(n, FLOOR_LEADERS) for n in forms)
+    # Of those without dependent launch as many more, where there are others: mostly others.
+    kinds = [n for n in (len(decode), len(apart(decode))) if n]
+    better = [min(max(LEAST_KEPT, search.keep, n // FIRST_LOOK_KEEPS), n) for n in kinds]
+    again = min(sum(better), len(decode)) + sum(min(n, FLOOR_LEADERS) for n in forms)
     screened = tried * first + again * (search.screen_rounds - first)
     # The default rule's choice is seldom among the others.
-    leaders = min(search.keep + 1, len(decode)) + sum(min(n, FLOOR_LEADERS) for n in forms)
+    leaders = min(len(kinds) * search.keep + 1, len(decode))
+    leaders += sum(min(n, FLOOR_LEADERS) for n in forms)
     sample = _sample_s(config, problem, device, l2 or config.policy.l2)
     spent = _timed_s(
         screened * sample, leaders * sample, search.final_rounds, search.max_cell_seconds
@@ -153,7 +157,8 @@ def again_s(
     if not rounds:
         return 0.0
     # The choice, which is mostly the best, the next best, the default rule's
-    few = min(1 + cells.RUNNERS_UP, len(decode))
+    kinds = 2 if apart(decode) else 1
+    few = min(1 + kinds * cells.RUNNERS_UP, len(decode))
     few += sum(min(n, FLOOR_LEADERS) for n in _forms(problem, device, floors))
     one_round = few * _sample_s(config, problem, device, l2 or config.policy.l2)
     ends = min(search.max_cell_seconds, cells.FRESH_SECONDS)

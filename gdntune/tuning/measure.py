@@ -11,6 +11,7 @@ from gdntune import sol
 from gdntune.device import graphs
 from gdntune.device.arch import Clocks, clocks, settled, shift, slowdown, throttled
 from gdntune.errors import MeasurementError
+from gdntune.kernels import dependent_launch
 from gdntune.kernels.spec import FLOORS, Variant, floor_name
 from gdntune.problem import Problem
 from gdntune.results.bootstrap import widest_interval
@@ -96,7 +97,8 @@ class CellTensors(NamedTuple):
 
 class Group(NamedTuple):
     """Neighbours among a cell's calls, of which the best `keep` and `always` have final samples.
-    open: whether there is anything to choose; else all have them. cycle: of each call.
+    open: whether there is anything to choose; else all have them. cycle: of each call. apart: those
+    of them among which is chosen by themselves too: the best `keep` of these have final samples.
     """
 
     indices: Sequence[int]
@@ -104,6 +106,26 @@ class Group(NamedTuple):
     always: list[int]
     open: bool
     cycle: int = 1
+    apart: Sequence[int] = ()
+
+    def best(
+        self, samples: list[list[float]], least: int, keeps: int = 0, at_least: int = 0
+    ) -> list[int]:
+        """The `least` fastest, and one in `keeps` where that is more; of those apart as many. Only
+        of those with `at_least` samples, if there are any.
+        """
+        found: list[int] = []
+        for some in filter(len, (self.indices, self.apart)):
+            found += _best(samples, some, max(least, len(some) // keeps if keeps else 0), at_least)
+        return list(dict.fromkeys(found))
+
+
+def apart(decode: Sequence[Variant]) -> list[int]:
+    """The indices of the variants that do not use dependent launch, where others do: calls that do
+    not allow it choose among them.
+    """
+    found = [i for i, v in enumerate(decode) if not dependent_launch.uses(v.knobs)]
+    return found if len(found) < len(decode) else []
 
 
 def time_cell(
@@ -152,7 +174,7 @@ def time_cell(
     always = [i for i in range(n) if decode[i].id in always_final]
     # A bench chooses nothing, so there is nothing to screen.
     screens = len(always) < n
-    groups = [Group(range(n), search.keep, always, screens, sets[0].calls.cycle)]
+    groups = [Group(range(n), search.keep, always, screens, sets[0].calls.cycle, apart(decode))]
     # Each floor is tuned by itself.
     for name in FLOORS:
         mine = [i for i, v in enumerate(floors, n) if floor_name(v) == name]
@@ -255,9 +277,8 @@ def _screened(
     better: list[int] = []
     for group in wanted:
         least = LEAST_KEPT if group is groups[0] else FLOOR_LEADERS
-        count = max(least, group.keep, len(group.indices) // FIRST_LOOK_KEEPS)
         # The worse two thirds are out after half the samples: a screen's time is mostly theirs.
-        better += _best(screen, group.indices, count)
+        better += group.best(screen, max(least, group.keep), keeps=FIRST_LOOK_KEEPS)
     look(better, every - first, 0)
     return screen
 
@@ -271,7 +292,7 @@ def _leaders(group: Group, screen: list[list[float]], full: int) -> list[int]:
     """Those of a group that have final samples. full: the samples of a whole screen."""
     if not group.open:
         return list(group.indices)
-    best = _best(screen, group.indices, group.keep, at_least=full)
+    best = group.best(screen, group.keep, at_least=full)
     return best + [i for i in group.always if i not in best]
 
 

@@ -18,7 +18,7 @@ from gdntune.errors import UnsupportedProblem
 from gdntune.kernels.spec import Variant
 from gdntune.objects.store import ObjectSpec, object_spec
 from gdntune.problem import Contract, Problem
-from gdntune.results.records import PEER, TABLE
+from gdntune.results.records import LAUNCH, PEER, TABLE
 from gdntune.results.table import Table
 from gdntune.timing import L2
 from gdntune.tuning import cells
@@ -93,7 +93,9 @@ class Plan:
 
     def header_fields(self) -> dict[str, Any]:
         """What a journal's header says of how its table is derived."""
-        return {} if self.regret is None else {"regret": self.regret, "keeps_default": True}
+        if self.regret is None:
+            return {}
+        return {"regret": self.regret, "keeps_default": True, "alone": True}
 
     def default(self, problem: Problem) -> Variant:
         """The default rule's choice at a cell."""
@@ -210,15 +212,31 @@ def bench_plan(
     runtime: "Runtime",
     peers: Mapping[str, "Peer"],
     l2: L2 | None = None,
+    dependent_launch: bool | None = None,
 ) -> Plan:
     """At each cell, cells of equal work units apart: what the runtime would call, the default
     rule's choice, the floors, and the entries of peers that serve it.
 
-    l2: instead of the config's L2 policy.
+    l2: instead of the config's L2 policy. dependent_launch: what calls that allow it, or do not,
+    get; None: in a chain what the table chose, since it chose there, elsewhere what calls without
+    it get, since nothing runs ahead of them.
     """
+    l2 = l2 or config.policy.l2
     problems = config.all_problems()
-    # Through the runtime itself, so that a bench times what an engine would call.
-    choices = {p: runtime.bind(p.contract).choice(p.work_units).variant for p in problems}
+    if dependent_launch is None and l2 != "chain":
+        dependent_launch = False
+
+    def called(allowed: bool | None) -> dict[Problem, Variant]:
+        # Through the runtime itself, so that a bench times what an engine would call.
+        return {
+            p: runtime.bind(p.contract, dependent_launch=allowed).choice(p.work_units).variant
+            for p in problems
+        }
+
+    choices, origins = called(dependent_launch), _origins(config, runtime, peers)
+    # Where it changes nothing, it makes no other bench.
+    if dependent_launch is not None and choices != called(None):
+        origins[LAUNCH] = "allowed" if dependent_launch else "not allowed"
     contracts = config.all_contracts()
     return Plan(
         config,
@@ -228,8 +246,8 @@ def bench_plan(
         {c: _floors(config, device, c) for c in contracts},
         choices=choices,
         peers=peers,
-        origins=_origins(config, runtime, peers),
-        l2=l2 or config.policy.l2,
+        origins=origins,
+        l2=l2,
     )
 
 
@@ -254,10 +272,14 @@ def plan_objects(config: Config, device: Device) -> list[tuple[ObjectSpec, str]]
 
 
 def bench_objects(
-    config: Config, device: Device, tables: Sequence[Path] = ()
+    config: Config,
+    device: Device,
+    tables: Sequence[Path] = (),
+    dependent_launch: bool | None = None,
 ) -> list[tuple[ObjectSpec, str]]:
     """Every object that a bench of a config needs, with its kernel's compiler, each once; peers
-    bring their own. tables: instead of those in use for the device.
+    bring their own. tables: instead of those in use for the device. dependent_launch: as of
+    `bench_plan`.
     """
     from gdntune.objects.store import Store
     from gdntune.runtime.dispatch import Runtime
@@ -265,17 +287,23 @@ def bench_objects(
     runtime = Runtime(device, Store())
     for path in tables:
         runtime.use(path)
-    return bench_plan(config, device, runtime, {}).objects()
+    plan = bench_plan(config, device, runtime, {}, dependent_launch=dependent_launch)
+    return plan.objects()
 
 
 def chosen_by(tables: Iterable[Table]) -> Choices:
-    """What tables choose for a problem, by variants' ids; nothing where none has a rule for its
-    contract.
+    """What tables choose for a problem, for any call, by variants' ids; nothing where none has a
+    rule for its contract.
     """
     every = [{rule.when: rule for rule in table.rules} for table in tables]
 
     def of(problem: Problem) -> frozenset[str]:
         found = (rules.get(problem.contract) for rules in every)
-        return frozenset(rule.at(problem.work_units).variant for rule in found if rule)
+        return frozenset(
+            rule.at(problem.work_units, dependent_launch).variant
+            for rule in found
+            if rule
+            for dependent_launch in (True, False)
+        )
 
     return of

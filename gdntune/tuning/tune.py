@@ -65,7 +65,8 @@ def candidates(contract: Contract, work_units: Iterable[int], device: arch.Devic
         if table.device_of(path).kind == device.kind:
             given = table.load(path)
             for rule in given.ranked(contract)[:1]:
-                found += [given.variant(i.variant) for i in rule.intervals]
+                # a tuning times launches by themselves
+                found += [given.variant(i.variant) for i in rule.serving(dependent_launch=False)]
     space = {v.id: v for v in kernels.variants(contract, device)}
     found = [v for v in found if v.id in space]
     if len({v.id for v in found}) < FEWEST:
@@ -201,7 +202,7 @@ def _keep(made: Table, op: str, device: arch.Device) -> Path:
             " can be written"
         )
     own = msgspec.structs.replace(made, rules=tuple(r for r in made.rules if r.when.op == op))
-    named = {i.variant for rule in own.rules for i in rule.intervals}
+    named = {i.variant for rule in own.rules for i in rule.every}
     variants = {name: v for name, v in own.variants.items() if name in named}
     own = msgspec.structs.replace(own, variants=variants)
     try:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import dependent
 import msgspec
 import pytest
 
@@ -17,6 +18,7 @@ from gdntune.results import table
 from gdntune.results.table import Interval, Origin, Rule, Table, TableVariant
 from gdntune.runtime import dispatch
 from gdntune.runtime.dispatch import Runtime
+from gdntune.runtime.explain import explanation
 
 CONTRACT = Contract(state_dtype="fp32")
 
@@ -301,3 +303,54 @@ def test_dependent_launch_is_the_callers(places):
         for asked in (False, True)
     )
     assert plain == allowed
+
+
+def test_calls_without_dependent_launch_have_their_own_choice(tmp_path):
+    """What the table chose for them; where it chose nothing, the other form of what it names."""
+    made = dependent.write(tmp_path / "apart.json")
+    runtime = Runtime(made.device)
+    runtime.use(made.path)
+
+    def called(allowed, **options):
+        choices = runtime.bind(made_contract, dependent_launch=allowed, **options).choices
+        return [(c.first, c.variant) for c in choices]
+
+    made_contract = dependent.CONTRACT
+    both = [(1, made.early[0]), (64, made.early[1])]
+    assert called(True) == called(None) == both and called(False) == [(1, made.alone)]
+    assert called(False, batch_invariant=True) == [(1, made.alone)]
+    assert called(True, batch_invariant=True) == [(1, made.early[1])]
+    (choice,) = runtime.choices(made_contract, False)
+    assert choice.why.endswith(", its choice for calls without dependent launch")
+    assert runtime.choices(made_contract) == runtime.choices(made_contract, True)
+    # a neighbour's rule serves in the same way
+    (near,) = runtime.choices(made_contract.replace(pool=False), False)
+    assert near.variant == made.alone
+    bare = dependent.write(tmp_path / "bare.json", with_alone=False)
+    runtime.use(bare.path)
+    assert called(False) == [(1, bare.plain[0]), (64, bare.plain[1])] and called(True) == both
+    assert runtime.choices(made_contract, False)[0].why.endswith("; without dependent launch")
+
+
+def test_explained_is_what_a_call_gets(tmp_path):
+    """Without dependent launch by default, with what others get where that differs; of a table
+    without such a choice it is said that the times are another form's.
+    """
+    made = dependent.write(tmp_path / "apart.json")
+    contract = dependent.CONTRACT
+    said = explanation(contract, 8, made.path)
+    assert (said["variant"], said["dependent_launch"]) == (made.alone.id, False)
+    assert said["evidence"]["mean_us"] == 8.1 and "calls without dependent launch" in said["reason"]
+    assert (
+        said["otherwise"]["variant"] == made.early[0].id and "7.8 us" in said["otherwise"]["reason"]
+    )
+    other = explanation(contract, 8, made.path, dependent_launch=True)
+    assert other["variant"] == made.early[0].id and other["otherwise"]["variant"] == made.alone.id
+    bare = dependent.write(tmp_path / "bare.json", with_alone=False)
+    said = explanation(contract, 100, bare.path)
+    assert said["variant"] == bare.plain[1].id and said["knobs"]["pdl"] == "none"
+    assert said["reason"].endswith(
+        f"; that is of {bare.early[1].id}, called in its form without dependent launch"
+    )
+    on_cpu = gdntune.explain(CONTRACT, 64, "cpu")
+    assert on_cpu["otherwise"] is None and on_cpu["dependent_launch"] is False

@@ -6,6 +6,7 @@ import json
 import pathlib
 import sys
 
+import dependent
 import msgspec
 import pytest
 from benches import ONE, TINY, rows, run, write_table
@@ -15,16 +16,19 @@ from gdntune import kernels
 from gdntune.cli.app import app
 from gdntune.device import arch
 from gdntune.errors import JournalError, Locked
+from gdntune.objects.store import Store
 from gdntune.problem import Contract
 from gdntune.report.peers import compared
 from gdntune.report.report import report
 from gdntune.results import judge, table
 from gdntune.results.derive import derive
-from gdntune.results.journal import Journal, digest, read
-from gdntune.results.records import Cell, Check, Trial
+from gdntune.results.journal import Journal, digest, read, require_same
+from gdntune.results.records import LAUNCH, Cell, Check, Trial
+from gdntune.runtime.dispatch import Runtime
 from gdntune.timing import Policy
 from gdntune.tuning import config, plan
 from gdntune.tuning import run as engine
+from gdntune.tuning.header import run_header
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +308,48 @@ def test_what_a_bench_needs_compiled():
     assert rule.at(64).variant in others and {"flush"} <= found & others
     assert any(label.startswith("stream") for label in found)
     assert len(found) * 3 < len({spec.label for spec, _ in plan.plan_objects(whole, device)})
+
+
+def test_a_bench_times_what_calls_get(tmp_path):
+    """In a chain what the table chose, elsewhere what calls without dependent launch get; or what
+    is asked for, which makes it another bench. What is compiled ahead is the same.
+    """
+    made = dependent.write(tmp_path / "apart.json")
+    wanted = config.parse(
+        "{name: one, device: cuda, model: {H: 16, HV: 64, K: 128, V: 128}, batch: [1],"
+        " contracts: [{op: gdn_decode}]}"
+    )
+    runtime = Runtime(made.device, Store(tmp_path / "store"))
+    runtime.use(made.path)
+    (problem,) = wanted.all_problems()
+    assert problem.work_units == 64
+    early, alone = made.early[1], made.alone
+
+    def header(l2, allowed):
+        found = plan.bench_plan(wanted, made.device, runtime, {}, l2, allowed)
+        chained = msgspec.structs.replace(wanted, policy=Policy(l2=l2))
+        labels = {
+            spec.label for spec, _ in plan.bench_objects(chained, made.device, [made.path], allowed)
+        }
+        assert labels == {spec.label for spec, _ in found.objects()}
+        return found.choices[problem], run_header(found, Policy(l2=l2), "gdntune bench")
+
+    said = {}
+    for l2, allowed, choice, word in (
+        ("chain", None, early, None),
+        ("chain", True, early, None),
+        ("chain", False, alone, "not allowed"),
+        ("cold-clean", None, alone, "not allowed"),
+        ("cold-clean", False, alone, "not allowed"),
+        ("cold-clean", True, early, None),
+    ):
+        found, said[l2, allowed] = header(l2, allowed)
+        assert (found, said[l2, allowed].software.get(LAUNCH)) == (choice, word)
+    with pytest.raises(
+        JournalError, match=r"dependent launch: none in the journal, not allowed now"
+    ):
+        require_same(tmp_path, said["chain", None], said["chain", False], ())
+    assert require_same(tmp_path, said["chain", None], said["chain", True], ()) == []
 
 
 def test_a_bench_without_the_cells_of_another(benched, store, tmp_path):

@@ -346,3 +346,35 @@ def test_what_is_timed_again():
     found += [*fresh, Cell(problem=problems[0], status="ok", purpose="evidence", choice=choice)]
     assert list(cells.again(found, table)) == [problems[1]]
     assert list(cells.again(found, table, {problems[0]})) == list(problems[:2])
+
+
+def test_both_choices_are_timed_again():
+    """That of calls without dependent launch too, with the best that it was chosen among; done
+    where both have fresh samples.
+    """
+    problem = read().problems()[0]
+    times = {"a": 10.0, "b": 10.2, "e": 10.3, "c": 12.0, "d": 12.2, "f": 12.4, "g": 15.0}
+
+    def of(us, **why):
+        trials = [
+            Trial(
+                problem=problem,
+                variant=Variant("recurrent", n, {"pdl": "first" if n in "abe" else "none"}),
+                stage="evidence" if why else "final",
+                status="ok",
+                samples_us=[t] * 4,
+            )
+            for n, t in us.items()
+        ]
+        return [*trials, Cell(problem=problem, status="ok", **why)]
+
+    checks = [Check(contract=problem.contract, variant=n, status="ok") for n in times]
+    found = [*checks, *of(times)]
+    alone = msgspec.structs.replace(RUN, alone=True)
+    table = derive.derive(found, alone)
+    assert cells.again(found, table)[problem].variants == ("a", "c", "b", "d")
+    assert cells.again(found, derive.derive(found, RUN))[problem].variants == ("a", "b")
+    for fresh, left in (("ab", True), ("ac", False)):
+        more = [*found, *of({n: times[n] for n in fresh}, purpose="evidence", choice="a")]
+        assert bool(cells.again(more, table)) is left
+        assert not cells.again(more, derive.derive(found, RUN))

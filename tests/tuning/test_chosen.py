@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import dependent
 import pytest
 from typer.testing import CliRunner
 
@@ -58,6 +59,18 @@ def test_just_what_a_table_can_choose(given):
     assert len(labels) < len(kernels.variants(CONTRACT, device))
     with pytest.raises(UnsupportedProblem, match="no given table has rules for kda_decode"):
         chosen_objects([Contract(op="kda_decode", gate="softplus")], [given], device)
+
+
+def test_what_calls_take_without_dependent_launch_and_with_it(tmp_path):
+    """By default what the table chose for calls without it; both where both are asked for."""
+    made = dependent.write(tmp_path / "apart.json")
+
+    def labels(*allowed):
+        found = chosen_objects([dependent.CONTRACT], [made.path], made.device, *allowed)
+        return {spec.label for spec, _ in found} - {"flush"}
+
+    assert labels() == {made.alone.id}
+    assert labels(True) == {made.alone.id, *(v.id for v in made.early)}
 
 
 def test_the_shipped_tables_choices_need_no_gpu():

@@ -14,6 +14,7 @@ import torch
 from gdntune import kernels
 from gdntune.device import arch, graphs
 from gdntune.errors import MeasurementError, UnsupportedProblem
+from gdntune.kernels.spec import Variant
 from gdntune.objects import build
 from gdntune.objects.store import Store, object_spec
 from gdntune.problem import Contract, Problem
@@ -396,3 +397,22 @@ def test_a_ring_is_screened_in_whole_cycles():
         assert [len(us) for us in screen] == [samples, samples]
         full = measure._in_cycles(search.screen_rounds, groups) // cycle
         assert measure._leaders(groups[0], screen, full) == [leader]
+
+
+def test_those_without_dependent_launch_have_leaders_of_their_own():
+    """Fault: the leaders of a chain were all with it, and what calls without it should take was
+    nobody's choice. Where there is one kind alone, leaders are the best of all.
+    """
+    search = Search(screen_rounds=6, keep=2)
+    mixed = [
+        Variant("recurrent", str(i), {"pdl": "first" if i < 20 else "none"}) for i in range(40)
+    ]
+    assert measure.apart(mixed) == list(range(20, 40))
+    assert measure.apart(mixed[:20]) == measure.apart(mixed[20:]) == []
+    calls = [lambda _, us=float(i): us for i in range(40)]
+    for variants, leaders, again in ((mixed, [0, 1, 20, 21], 21), (mixed[20:], [0, 1], 8)):
+        n = len(variants)
+        groups = [measure.Group(range(n), 2, [], True, apart=measure.apart(variants))]
+        screen = measure._screened(Steps(), calls[:n], groups, search)
+        assert sum(len(us) == 6 for us in screen) == again
+        assert measure._leaders(groups[0], screen, 6) == leaders
