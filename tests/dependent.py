@@ -1,20 +1,61 @@
-"""A table whose one rule chooses apart for calls without dependent launch. No figure in it was
+"""A sweep, and a table, that choose apart for calls without dependent launch. No figure in them was
 measured.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+import synthetic
 
 from gdntune import kernels
 from gdntune.device import gpus
 from gdntune.device.arch import Device
 from gdntune.kernels.spec import Variant
-from gdntune.problem import Contract
+from gdntune.problem import Contract, Problem
 from gdntune.results import table
+from gdntune.results.records import Cell, Check, Record, Trial
 from gdntune.results.table import Evidence, Interval, Origin, Rule, Table, TableVariant
 
 CONTRACT = Contract()
+RUN = synthetic.run(regret=0.01, alone=True)
+# `a` and `b` start early; `c` is the form of `a` that does not, and `d` is another setting.
+PDL = {"a": "first", "b": "state", "c": "none", "d": "none"}
+VARIANTS = {
+    name: Variant("recurrent", name, {"tile_v": 16 if name in "ac" else 32, "pdl": pdl})
+    for name, pdl in PDL.items()
+}
+TIMES = {
+    8: {"a": 7.8, "b": 9.0, "c": 8.4, "d": 8.1},
+    64: {"a": 20.0, "b": 18.0, "c": 24.0, "d": 24.1},
+}
+
+
+Times = Mapping[int, Mapping[str, float]]
+
+
+def swept(
+    times: Times = TIMES, fresh: Times | None = None, contract: Contract = CONTRACT
+) -> list[Record]:
+    """Records of a sweep whose cells, by work units, have final samples with these means."""
+    found: list[Record] = [Check(contract=contract, variant=name, status="ok") for name in VARIANTS]
+    for stage, cells in (("final", times), ("evidence", fresh or {})):
+        for units, means in cells.items():
+            p = Problem(contract, units, 1, 1)
+            found += [
+                Trial(
+                    problem=p,
+                    variant=VARIANTS[name],
+                    stage=stage,
+                    status="ok",
+                    samples_us=[us] * 20,
+                )
+                for name, us in means.items()
+            ]
+            why = {"purpose": "evidence"} if stage == "evidence" else {}
+            found.append(Cell(problem=p, status="ok", **why))
+    return found
 
 
 class Apart(NamedTuple):

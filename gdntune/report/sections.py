@@ -16,6 +16,7 @@ from gdntune.report.document import Block, Bullets, Document, Grid, Section, Tex
 from gdntune.report.reading import environment, knobs, reading, reproduce
 from gdntune.report.rows import Letters, bases, of_contract, of_run
 from gdntune.report.summary import failures, summary
+from gdntune.report.tables import WITHOUT_LAUNCH, without_launch
 from gdntune.report.words import (
     MISSING,
     bound_mark,
@@ -87,6 +88,10 @@ def document(
         others = of_contract(peers.rivals(of_run(frame, source)), base)
         blocks = tuple(_contract_blocks(part, letters, others, baseline))
         sections.append(Section(title, blocks, detail=numbered, subject=(source.name, base.key())))
+    for source in sources:
+        title = f"{WITHOUT_LAUNCH} of {source.name}" if len(sources) > 1 else WITHOUT_LAUNCH
+        if source.table:
+            sections.append(without_launch(source.table, title))
     sections += _differences(sources, chosen, letters)
     sections += more
     sections.append(Section("How to read the tables", tuple(reading(sources, chosen)), detail=True))

@@ -11,10 +11,12 @@ import msgspec
 
 from gdntune.device import arch
 from gdntune.errors import counted
+from gdntune.kernels import dependent_launch
 from gdntune.kernels.spec import BY_INDEX, FLOORS
 from gdntune.report import peers
 from gdntune.report.document import Block, Bullets, Grid, Section, Text
 from gdntune.report.rows import of_run
+from gdntune.report.tables import launch_gains
 from gdntune.report.words import (
     NOISE_MARK,
     POWER_MARK,
@@ -23,7 +25,17 @@ from gdntune.report.words import (
 )
 from gdntune.results.baseline import Baseline
 from gdntune.results.bootstrap import CONFIDENCE
-from gdntune.results.records import NOISY, Build, Cell, Check, Record, Trial, latest, made_by
+from gdntune.results.records import (
+    LAUNCH,
+    NOISY,
+    Build,
+    Cell,
+    Check,
+    Record,
+    Trial,
+    latest,
+    made_by,
+)
 from gdntune.results.samples import LoadedRun
 
 if TYPE_CHECKING:
@@ -54,6 +66,7 @@ def summary(
             *peers.lines(of_run(frame, source), source.records),
         ]
         lines += _baseline_lines(mine, baseline)
+        lines += _launch_lines(source)
         lines += _held_out_lines(source)
         lines.append(_work_line(source))
         lines += _clock_lines(source)
@@ -148,6 +161,30 @@ def _baseline_lines(mine: "pd.DataFrame", baseline: Baseline | None) -> Iterator
         f" fast in the geometric mean of {len(over)} cells, {worst['speedup_over_baseline']:.3f} at"
         f" worst ({cell_words(worst)}); slower at {int((over['speedup_over_baseline'] < 1).sum())}."
     )
+
+
+def _launch_lines(source: LoadedRun) -> Iterator[str]:
+    """What dependent launch gains in a sweep; which calls' kernels a bench timed, where any of them
+    may use it.
+    """
+    if made_by(source.run) == "bench":
+        allowed = source.run.software.get(LAUNCH)
+        if allowed:
+            yield f"Ours is what calls get where dependent launch is {allowed}."
+        elif source.table and any(
+            dependent_launch.uses(v.knobs) for v in source.table.variants.values()
+        ):
+            yield "Ours uses dependent launch where the table chose it."
+        return
+    gains = launch_gains(source.table) if source.table else []
+    if gains:
+        rule, units, best = max(gains, key=lambda found: found[2])
+        yield (
+            "With dependent launch, where calls allow it, the choices are"
+            f" {geometric_mean(gain for _, _, gain in gains):.3f} times as fast as those without in"
+            f" the geometric mean of {counted(len(gains), 'cell')}, {best:.3f} at best (T="
+            f"{rule.when.tokens}, {units} work units)."
+        )
 
 
 def _choice_led(source: LoadedRun) -> Iterator[bool]:

@@ -9,6 +9,8 @@ from gdntune.report.document import Block, Bullets, Document, Grid, Section, Tex
 from gdntune.report.words import MISSING, contract_words, number, ratio
 from gdntune.results.table import Interval, Origin, Rule, Table, noise_words
 
+WITHOUT_LAUNCH = "Calls without dependent launch"
+
 
 def _mean_words(origin: Origin) -> str:
     mean = origin.held_out_regret_mean
@@ -90,9 +92,14 @@ def _title(rule: Rule) -> str:
 
 
 def _rule(rule: Rule) -> tuple[Block, ...]:
+    others = [_intervals(WITHOUT_LAUNCH, rule.alone)] if rule.alone else []
+    return (_intervals("", rule.intervals), *others)
+
+
+def _intervals(caption: str, found: Sequence[Interval]) -> Grid:
     rows: list[tuple[str, ...]] = []
     shades: list[tuple[float | None, ...]] = []
-    for interval in rule.intervals:
+    for interval in found:
         span = _span(interval)
         if not interval.evidence:
             # An interval may have no cell of its own, in a merged table or beyond the last one.
@@ -116,7 +123,57 @@ def _rule(rule: Rule) -> tuple[Block, ...]:
             # Said once an interval.
             span = ""
     headers = ("work units", "variant", "measured at", "us", "x floor", "SOL %", "regret %")
-    return (Grid("", headers, tuple(rows), tuple(shades), left=2),)
+    return Grid(caption, headers, tuple(rows), tuple(shades), left=2)
+
+
+def launch_gains(table: Table) -> list[tuple[Rule, int, float]]:
+    """At each cell of a rule with a choice for calls without dependent launch, what that takes over
+    what calls that allow it take: the rule, the work units and the ratio of means.
+    """
+    found = []
+    for rule in table.rules:
+        means = [
+            {e.work_units: e.mean_us for i in of for e in i.evidence}
+            for of in (rule.intervals, rule.alone or ())
+        ]
+        found += [(rule, n, us / means[0][n]) for n, us in means[1].items() if n in means[0]]
+    return found
+
+
+def without_launch(table: Table, title: str) -> Section:
+    """A table for each rule that has a choice for calls without dependent launch; nothing where
+    none has.
+    """
+    gains = {(rule.when, n): gain for rule, n, gain in launch_gains(table)}
+    blocks: list[Block] = []
+    for rule in table.rules:
+        rows = tuple(
+            (
+                f"{i.first}" if n == 0 else "",
+                i.variant if n == 0 else "",
+                str(e.work_units),
+                number(e.time_us),
+                f"{100 * e.regret:.1f}",
+                ratio(gains[rule.when, e.work_units])
+                if (rule.when, e.work_units) in gains
+                else MISSING,
+            )
+            for i in rule.alone or ()
+            for n, e in enumerate(i.evidence)
+        )
+        if rows:
+            headers = ("from", "variant", "measured at", "us", "regret %", "over with")
+            blocks.append(Grid(_title(rule), headers, rows, left=2))
+    if blocks:
+        blocks.insert(
+            0,
+            Text(
+                "What calls take that do not allow dependent launch, from so many work units on."
+                " Regret: over the best variant without it. Over with: the mean over that of what"
+                " calls that allow it take."
+            ),
+        )
+    return Section(title, tuple(blocks), detail=True)
 
 
 def _span(interval: Interval) -> str:

@@ -1,7 +1,9 @@
 """What a report says of several runs, of one that was not finished, and of one that was disturbed."""
 
+import math
 import re
 
+import dependent
 import msgspec
 import pytest
 import synthetic
@@ -9,8 +11,10 @@ from reported import report_of, terminal, text_of
 
 from gdntune.device.arch import Card
 from gdntune.problem import Contract, Problem
+from gdntune.report.markdown import markdown
 from gdntune.report.report import Report, report
-from gdntune.results.records import Cell, Check, Trial
+from gdntune.report.tables import table_document
+from gdntune.results.records import LAUNCH, Cell, Check, Trial
 
 
 def test_several_runs(folder, tmp_path):
@@ -297,3 +301,44 @@ def test_which_samples_and_which_gpu():
     text = text_of(header, [*found, *again])
     assert "The times of 18 of 18 choices were taken anew after the choice" in text
     assert "as at 0 of 18 cells. The widest interval is +-0.40%" in text
+
+
+def test_what_calls_without_dependent_launch_take(tmp_path):
+    """A table a rule, and in a line what dependent launch gains; nothing where no choice was made
+    apart.
+    """
+    made = report([synthetic.write(tmp_path / "chain", dependent.RUN, dependent.swept())])
+    text = made.markdown()
+    said = " ".join(text.split())
+    gain = math.sqrt(8.1 / 7.8 * 24.1 / 18)
+    assert f"{gain:.3f} times as fast as those without in the geometric mean of 2 cells" in said
+    assert f"{24.1 / 18:.3f} at best (T=1, 64 work units)" in said
+    assert "## Calls without dependent launch" in text
+    assert re.search(r"\| 1 +\| d +\| +8 \| +8.10 \| +0.0 \| +1.04 \|", text), text
+    shown = markdown(table_document(made.sources[0].table, "t"))
+    assert shown.count("| d ") == 2 and "Calls without dependent launch" in shown
+    older = msgspec.structs.replace(dependent.RUN, alone=msgspec.UNSET)
+    bare = report([synthetic.write(tmp_path / "older", older, dependent.swept())])
+    assert "ithout dependent launch" not in bare.markdown()
+
+
+def test_which_calls_a_bench_timed(tmp_path):
+    """Those that a call gets without dependent launch, or what the table chose with it."""
+    for launch, name, said in (
+        (
+            {LAUNCH: "not allowed"},
+            "d",
+            "Ours is what calls get where dependent launch is not allowed.",
+        ),
+        ({}, "a", "Ours uses dependent launch where the table chose it."),
+        ({}, "d", None),
+    ):
+        software = {**dependent.RUN.software, "table for gdn_decode": "t.json", **launch}
+        header = synthetic.run(software=software)
+        found = [
+            msgspec.structs.replace(r, choice=name) if isinstance(r, Cell) else r
+            for r in dependent.swept()
+        ]
+        folder = synthetic.write(tmp_path / f"{name}{len(launch)}", header, found)
+        text = report([folder]).markdown()
+        assert said in text if said else "dependent launch" not in text.split("## ")[1]

@@ -6,7 +6,7 @@ from pathlib import Path
 import jsonschema
 import msgspec
 import pytest
-import synthetic
+from dependent import CONTRACT, RUN, TIMES, swept
 
 from gdntune.errors import TableError
 from gdntune.kernels.spec import Variant
@@ -20,32 +20,6 @@ from gdntune.results.minimax import minimax
 from gdntune.results.records import Cell, Check, Trial
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "table.schema.json"
-CONTRACT = Contract()
-RUN = synthetic.run(regret=0.01, alone=True)
-# `a` and `b` start early; `c` is the form of `a` that does not, and `d` is another setting.
-PDL = {"a": "first", "b": "state", "c": "none", "d": "none"}
-VARIANTS = {
-    name: Variant("recurrent", name, {"tile_v": 16 if name in "ac" else 32, "pdl": pdl})
-    for name, pdl in PDL.items()
-}
-TIMES = {8: {"a": 7.8, "b": 9.0, "c": 8.4, "d": 8.1}, 64: {"a": 20.0, "b": 18.0, "c": 24.0, "d": 24.1}}
-
-
-def swept(times=None, fresh=None, contract=CONTRACT):
-    """Records of a sweep whose cells, by work units, have final samples with these means."""
-    found = [Check(contract=contract, variant=name, status="ok") for name in VARIANTS]
-    for stage, cells in (("final", times or TIMES), ("evidence", fresh or {})):
-        for units, means in cells.items():
-            p = Problem(contract, units, 1, 1)
-            found += [
-                Trial(problem=p, variant=VARIANTS[name], stage=stage, status="ok", samples_us=[us] * 20)
-                for name, us in means.items()
-            ]
-            why = {"purpose": "evidence"} if stage == "evidence" else {}
-            found.append(Cell(problem=p, status="ok", **why))
-    return found
-
-
 def spans(found):
     return [(i.first, i.last, i.variant) for i in found]
 
