@@ -15,6 +15,7 @@ from gdntune.device import arch
 from gdntune.errors import (
     MeasurementError,
 )
+from gdntune.kernels import dependent_launch
 from gdntune.objects.build import Built
 from gdntune.report.report import report
 from gdntune.results import derive
@@ -449,3 +450,48 @@ def greedy(start, problem, decode, floor, effort, *rest):
     if any("tv16.ilp2.vec8" in v.id for v in decode):
         return no_memory(start, problem, decode, floor, effort, *rest)
     return honest_time_task(start, problem, decode, floor, effort, *rest)
+
+
+def starts_early(knobs):
+    """Whether a variant counts as one with dependent launch: all but two do."""
+    return knobs["vec"] != 8
+
+
+def quick_with_it(start, problem, *rest):
+    """Times of which those without dependent launch are twice as long; runs in the timing
+    process.
+    """
+    dependent_launch.uses = starts_early
+    got = honest_time_task(start, problem, *rest)
+    timed = [
+        t
+        if t.role != "decode" or starts_early(t.variant.knobs)
+        else t._replace(
+            screen_us=[2 * x for x in t.screen_us], final_us=[2 * x for x in t.final_us]
+        )
+        for t in got.timed
+    ]
+    return got._replace(timed=timed)
+
+
+def test_a_sweep_chooses_for_calls_without_dependent_launch_too(monkeypatch, store, tmp_path):
+    """Both kinds have leaders, both choices are timed again, and a sweep that goes on does nothing
+    twice.
+    """
+    monkeypatch.setattr(dependent_launch, "uses", starts_early)
+    monkeypatch.setattr(worker, "time_task", quick_with_it)
+    text = TINY.replace("final_rounds: 8", "final_rounds: 8, fresh_rounds: 8, precision: 1.0")
+    outcome = run(tmp_path, store, text)
+    assert outcome.run.alone is True
+    for problem, found in derive.passes(outcome.records).items():
+        finals = [t.variant for t in found if (t.role, t.stage) == ("decode", "final")]
+        assert sum(not starts_early(v.knobs) for v in finals) == 2, problem
+    for rule in outcome.table.rules:
+        chosen = [
+            {starts_early(outcome.table.variants[i.variant].knobs) for i in of}
+            for of in (rule.intervals, rule.alone)
+        ]
+        assert chosen == [{True}, {False}]
+        assert all(e.fresh is True for i in rule.every for e in i.evidence)
+    again = run(tmp_path, store, text)
+    assert again.table == outcome.table and len(again.records) == len(outcome.records)
