@@ -9,7 +9,8 @@ code, the launch and the argument checks. PTX shows where two differ; ptxas may 
 the same object, which is counted apart. Exits with 1 where any object differs.
 --keep: a folder for the PTX; what it holds of a kernel's fingerprint is not compiled again, so that
 a run that was stopped goes on. --record: where
-nothing differs, a table that was measured with OLD's kernels is no longer called stale.
+nothing differs, a table that was measured with OLD's kernels is no longer called stale. --op: of one
+op alone, and what is recorded holds for its tables alone.
 """
 
 import argparse
@@ -80,6 +81,7 @@ def listed() -> list[dict[str, Any]]:
         one = {
             "kernel": name,
             "module": kernel.compiler.split(":")[0],
+            "op": contract.op,
             "facts": dict(kernel.facts(contract)),
             "knobs": dataclasses.asdict(kernel.setting(knobs)),
             "defaults": {
@@ -228,6 +230,9 @@ def main() -> int:
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--only", default="", help="a kernel's name: the others are left alone")
     parser.add_argument(
+        "--op", default="", help="gdn_decode or kda_decode: the other is left alone"
+    )
+    parser.add_argument(
         "--record",
         action="store_true",
         help="where nothing differs, write gdntune/kernels/identical.json",
@@ -235,6 +240,7 @@ def main() -> int:
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     objects = [o for o in listed() if options.only in ("", o["kernel"])]
+    objects = [o for o in objects if options.op in ("", o["op"])]
     with tempfile.TemporaryDirectory() as temporary:
         keep = options.keep or Path(temporary)
         trees = [
@@ -265,21 +271,22 @@ def record(objects: list[dict], old: Compiled, new: Compiled, options: argparse.
             "revision": options.old,
             "arch": options.arch,
             "objects": n,
+            **({"op": options.op} if options.op else {}),
         }
         for k, n in sorted(counts.items())
         if was[k] != now[k]
     ]
     path = ROOT / "gdntune/kernels/identical.json"
-    keys = {(e["kernel"], e["measured"], e["code"]) for e in entries}
-    kept = [
-        e
-        for e in json.loads(path.read_text())
-        if (e["kernel"], e["measured"], e["code"]) not in keys
-    ]
+    keys = {_key(e) for e in entries}
+    kept = [e for e in json.loads(path.read_text()) if _key(e) not in keys]
     path.write_text(json.dumps([*kept, *entries], indent=1) + "\n")
     print(
         f"recorded: {', '.join(e['kernel'] for e in entries) or 'nothing, the fingerprints are equal'}"
     )
+
+
+def _key(entry: dict[str, Any]) -> tuple[str, ...]:
+    return (entry["kernel"], entry["measured"], entry["code"], entry.get("op", ""))
 
 
 def report(objects: list[dict], old: Compiled, new: Compiled) -> int:

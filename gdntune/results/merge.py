@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -13,7 +13,7 @@ from gdntune.kernels import dependent_launch as launch
 from gdntune.kernels.fingerprint import same_objects
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract
-from gdntune.results.table import Origin, Rule, Table, TableVariant, could_serve
+from gdntune.results.table import Origin, Rule, Table, TableVariant, could_serve, ops_of
 
 
 class Difference(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -145,7 +145,7 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
             named[i.variant] = max(both, key=lambda v: len(v.knobs))
     fingerprints = b.kernels | a.kernels
     for name in a.kernels.keys() & b.kernels.keys():
-        fingerprints[name] = _later(name, a.kernels[name], b.kernels[name]) or ""
+        fingerprints[name] = _later(name, a.kernels[name], b.kernels[name], ops_of(a, b)) or ""
     return Table(
         schema="gdntune.table/1",
         device=a.device,
@@ -207,7 +207,7 @@ def _faults(a: Table, b: Table) -> list[str]:
     faults += [
         f"the code of {name} is not the same ({a.kernels[name]}, {b.kernels[name]})"
         for name in sorted(a.kernels.keys() & b.kernels.keys())
-        if _later(name, a.kernels[name], b.kernels[name]) is None
+        if _later(name, a.kernels[name], b.kernels[name], ops_of(a, b)) is None
     ]
     faults += [
         f"{name} is not the same variant in both"
@@ -217,13 +217,13 @@ def _faults(a: Table, b: Table) -> list[str]:
     return faults
 
 
-def _later(kernel: str, one: str, other: str) -> str | None:
+def _later(kernel: str, one: str, other: str, ops: Collection[str]) -> str | None:
     """The later of two fingerprints whose objects are the same, as `same_objects` knows it; None
     where they are not known to be.
     """
-    if one == other or same_objects(kernel, one, other):
+    if one == other or same_objects(kernel, one, other, ops):
         return other
-    return one if same_objects(kernel, other, one) else None
+    return one if same_objects(kernel, other, one, ops) else None
 
 
 def _alike(one: TableVariant, other: TableVariant) -> bool:

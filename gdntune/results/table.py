@@ -397,11 +397,17 @@ def stale(table: Table, fingerprints: Mapping[str, str]) -> list[str]:
     """The table's kernels whose installed code is not what was measured, nor compiles to the same
     objects, or is not installed, given fingerprints by name.
     """
+    ops = ops_of(table)
     return sorted(
         name
         for name, was in table.kernels.items()
-        if (code := fingerprints.get(name)) != was and not same_objects(name, was, code)
+        if (code := fingerprints.get(name)) != was and not same_objects(name, was, code, ops)
     )
+
+
+def ops_of(*tables: Table) -> frozenset[str]:
+    """The ops that tables have rules for."""
+    return frozenset(rule.when.op for table in tables for rule in table.rules)
 
 
 def json_schema() -> dict[str, Any]:

@@ -455,19 +455,40 @@ def test_shipped_tables_are_valid():
         assert isinstance(table.load(path), Table)
 
 
-def test_code_that_compiles_to_the_same_objects_is_not_stale(tmp_path, monkeypatch):
+@pytest.fixture
+def identical(tmp_path, monkeypatch):
+    """Puts entries in place of those that ship."""
+
+    def put(*entries):
+        (tmp_path / "identical.json").write_text(json.dumps(entries))
+        monkeypatch.setattr(fingerprint, "IDENTICAL", tmp_path / "identical.json")
+        fingerprint._identical.cache_clear()
+
+    yield put
+    fingerprint._identical.cache_clear()
+
+
+def test_code_that_compiles_to_the_same_objects_is_not_stale(identical):
     """Fault: a kernel whose text alone was rewritten made every table of it stale."""
     steps = (("recurrent", "f1", "f2"), ("recurrent", "f2", "f4"), ("wy", "f4", "f5"))
-    entries = [dict(zip(("kernel", "measured", "code"), step, strict=True)) for step in steps]
-    (tmp_path / "identical.json").write_text(json.dumps(entries))
-    monkeypatch.setattr(fingerprint, "IDENTICAL", tmp_path / "identical.json")
-    fingerprint._identical.cache_clear()
-    try:
-        t = read(VALID)
-        assert t.kernels == {"recurrent": "f1"}
-        for same in ("f2", "f4"):
-            assert table.stale(t, {"recurrent": same}) == []
-        for other in ("f3", "f5"):
-            assert table.stale(t, {"recurrent": other}) == ["recurrent"]
-    finally:
-        fingerprint._identical.cache_clear()
+    identical(*(dict(zip(("kernel", "measured", "code"), step, strict=True)) for step in steps))
+    t = read(VALID)
+    assert t.kernels == {"recurrent": "f1"}
+    for same in ("f2", "f4"):
+        assert table.stale(t, {"recurrent": same}) == []
+    for other in ("f3", "f5"):
+        assert table.stale(t, {"recurrent": other}) == ["recurrent"]
+
+
+def test_objects_that_were_compared_for_one_op_are_the_same_for_its_tables_alone(identical):
+    entry = {"kernel": "recurrent", "measured": "f1", "code": "f2"}
+    t = read(VALID)
+    assert table.ops_of(t) == {"gdn_decode"}
+    identical({**entry, "op": "gdn_decode"})
+    assert table.stale(t, {"recurrent": "f2"}) == []
+    both = ("gdn_decode", "kda_decode")
+    assert not fingerprint.same_objects("recurrent", "f1", "f2", both)
+    identical({**entry, "op": "kda_decode"})
+    assert table.stale(t, {"recurrent": "f2"}) == ["recurrent"]
+    identical({**entry, "op": "gdn_decode"}, {**entry, "op": "kda_decode"})
+    assert fingerprint.same_objects("recurrent", "f1", "f2", both)
