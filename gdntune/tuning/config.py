@@ -91,7 +91,8 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     screen_rounds: samples by which the leaders are found: of all variants half of them, three at
         least, then of the better third the rest.
-    keep: leaders timed again. final_rounds: samples of each of them; 200 is where a 1% difference
+    keep: leaders timed again; where some variants use dependent launch and others do not, so many
+        of the latter too. final_rounds: samples of each of them; 200 is where a 1% difference
         of means decides.
     placements: sets of tensors, each elsewhere in memory, among which the final rounds are shared
         out: on one set a variant's lead of 1% may be its place's. Four where it is left out.
