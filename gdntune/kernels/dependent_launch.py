@@ -8,6 +8,8 @@ from gdntune.errors import listed
 from gdntune.kernels.spec import knob
 
 PDL = ("none", "first", "state")
+# What a kernel that starts before the one ahead ends is worth shows under this L2 policy alone.
+SHOWN_UNDER = "chain"
 
 
 def pdl_knob() -> Any:
@@ -39,6 +41,13 @@ def without(knobs: Mapping[str, Any]) -> dict[str, Any]:
     return {**knobs, "pdl": PDL[0]} if uses(knobs) else dict(knobs)
 
 
+def tried(knobs: Mapping[str, Any], policy: Mapping[str, str]) -> bool:
+    """Whether a choice of these knobs, timed under a policy, was made among the forms too (a config
+    may leave them out): in a chain, by a version whose kernel had the knob, which its knobs name.
+    """
+    return "pdl" in knobs and policy.get("l2") == SHOWN_UNDER
+
+
 def form(setting: Any, dependent: bool) -> Any:
     """A setting as a caller allows it to start: without dependent launch, or with the form that it
     has, and `first`, which owes least, where it has none. One without the knob stays as it is.
@@ -59,4 +68,4 @@ def under(setting: Any, l2: str) -> bool:
     A kernel that starts before the one ahead ends waits within its own time; what that is worth to
     a model shows in a chain alone.
     """
-    return setting.pdl == "none" or l2 == "chain"
+    return setting.pdl == PDL[0] or l2 == SHOWN_UNDER

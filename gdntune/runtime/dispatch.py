@@ -19,7 +19,7 @@ import gdntune
 from gdntune import kernels
 from gdntune.device.arch import Device, detect
 from gdntune.errors import CaptureError, UnsupportedProblem
-from gdntune.kernels.dependent_launch import form
+from gdntune.kernels.dependent_launch import form, tried
 from gdntune.kernels.spec import Variant
 from gdntune.objects.store import NOWHERE, ObjectSpec, Store, installed_bundle, object_spec
 from gdntune.problem import Contract, Op, check_contract
@@ -40,11 +40,16 @@ class Source(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What serves some work units, from `first` on: the variant, and the source of the choice."""
+    """What serves some work units, from `first` on: the variant, and the source of the choice.
+
+    weighed: whether it was chosen among forms with dependent launch too, so that one that has none
+        stays without.
+    """
 
     first: int
     variant: Variant
     why: str
+    weighed: bool = False
 
 
 def user_tables() -> Path:
@@ -235,8 +240,9 @@ class Runtime:
             if not dependent_launch and rule.alone:
                 why += ", its choice for calls without dependent launch"
             found = [
-                Choice(i.first, source.table.variant(i.variant), why)
+                Choice(i.first, v, why, tried(v.knobs, source.table.policy_of(rule)))
                 for i in rule.serving(dependent_launch)
+                for v in (source.table.variant(i.variant),)
             ]
             faults = [
                 f"{c.variant.id}: {fault}"
@@ -300,8 +306,9 @@ class Runtime:
 
 def launched(contract: Contract, choice: Choice, dependent: bool) -> Choice:
     """A choice as a caller allows it to start: without dependent launch, or with the form that a
-    table chose, and `first`, which owes least, where it chose none. A kernel without the knob, or
-    a setting that has no such form, stays as it is.
+    table chose. Where it chose none among such forms, the choice stays as it is; where none was
+    tried, it gets `first`, which owes least. A kernel without the knob, or a setting that has no
+    such form, stays as it is too.
     """
     kernel = kernels.get(choice.variant.kernel)
     # with its defaults: a table may be older than the knob
@@ -309,11 +316,20 @@ def launched(contract: Contract, choice: Choice, dependent: bool) -> Choice:
     allowed = form(setting, dependent)
     if allowed == setting:
         return choice
+    if dependent and choice.weighed:
+        return choice._replace(
+            why=f"{choice.why}; without dependent launch, as it was chosen in a chain, where that"
+            " was tried too"
+        )
     other = kernel.variant(allowed)
     if dependent and kernels.refuse(contract, other) is not None:
         return choice
     said = "with" if dependent else "without"
-    return choice._replace(variant=other, why=f"{choice.why}; {said} dependent launch")
+    return choice._replace(
+        variant=other,
+        why=f"{choice.why}; that is of {choice.variant.id}, called in its form {said} dependent"
+        " launch",
+    )
 
 
 def _unusable(contract: Contract, variant: Variant, device: Device) -> str | None:

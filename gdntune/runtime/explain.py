@@ -1,10 +1,12 @@
 """What the runtime calls for a contract at some work units, and why, as plain values."""
 
+import contextlib
 from pathlib import Path
 from typing import Any, Literal
 
 from gdntune import kernels
 from gdntune.device import arch
+from gdntune.kernels.dependent_launch import tried
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract, Op
 from gdntune.results import table
@@ -47,10 +49,7 @@ def _by_table(
     """By a table that was given, whatever device is at hand."""
     found = table.load(path)
     kernels.check_names(map(found.variant, found.variants), str(path))
-    said = found.explain(contract, work_units, dependent_launch=dependent_launch)
-    if said["variant"] is None:
-        said |= _of(kernels.default(contract, work_units, found.device))
-    said |= _as_called(contract, said, dependent_launch)
+    said = _said(found, contract, work_units, found.device, dependent_launch)
     return {**said, "table": str(path), "origin": "given", "warnings": _stale(found)}
 
 
@@ -75,8 +74,7 @@ def _in_use(
         }
         said |= _of(choice.variant)
         return {**said, "reason": choice.why, "table": None, "origin": "", "warnings": []}
-    said = source.table.explain(contract, work_units, dependent_launch=dependent_launch)
-    said |= _as_called(contract, said, dependent_launch)
+    said = _said(source.table, contract, work_units, runtime.device, dependent_launch)
     warnings = _stale(source.table)
     if source.table.device.name != runtime.device.name:
         warnings.append(f"the table was measured on {source.table.device.name}")
@@ -99,21 +97,27 @@ def _of(variant: Variant) -> dict[str, Any]:
     return {"variant": variant.id, "kernel": variant.kernel, "knobs": dict(variant.knobs)}
 
 
-def _as_called(contract: Contract, said: dict[str, Any], dependent_launch: bool) -> dict[str, Any]:
-    """What changes where calls take another form of the variant that is named than it was timed
-    in; nothing where they do not, or this version has no such variant.
+def _said(
+    found: table.Table,
+    contract: Contract,
+    work_units: int,
+    device: arch.Device,
+    dependent_launch: bool,
+) -> dict[str, Any]:
+    """What a table says of a contract, or the default rule of a device where it has no rule near,
+    in the form that calls take; as the table names it where this version has no such variant.
     """
+    said = found.explain(contract, work_units, dependent_launch=dependent_launch)
+    weighed = False
+    if said["variant"] is None:
+        said |= _of(kernels.default(contract, work_units, device))
+    else:
+        weighed = tried(said["knobs"], said["policy"])
     named = Variant(said["kernel"], said["variant"], said["knobs"])
-    try:
-        choice = dispatch.launched(contract, dispatch.Choice(1, named, ""), dependent_launch)
-    except LookupError:
-        return {}
-    called = choice.variant
-    if called.id == named.id:
-        return {}
-    how = "with" if dependent_launch else "without"
-    reason = f"{said['reason']}; that is of {named.id}, called in its form {how} dependent launch"
-    return {**_of(called), "reason": reason}
+    choice = dispatch.Choice(1, named, said["reason"], weighed)
+    with contextlib.suppress(LookupError):
+        choice = dispatch.launched(contract, choice, dependent_launch)
+    return {**said, **_of(choice.variant), "reason": choice.why}
 
 
 def _stale(found: table.Table) -> list[str]:

@@ -94,7 +94,8 @@ def gated_delta_rule_decode(
     dependent_launch: on CUDA the kernel may start before the one ahead of it in the stream ends
         (programmatic dependent launch), and waits for that one's end before it reads anything.
         Where a table chose `pdl=state` it reads indices and states before: the kernel ahead must
-        then write neither, so it is no decode of the same pool. Kernels without the form ignore it.
+        then write neither, so it is no decode of the same pool. Kernels without the form ignore it,
+        as does a table's choice that a sweep under `chain` made among such forms too.
     output: [B, T, HV, V] of q's dtype, to write to; None allocates a fresh tensor in each call.
 
     Decode has no gradient: where gradients are on, inputs and states that require one are refused.

@@ -270,7 +270,8 @@ def test_explain_says_what_a_call_gets(places):
 
 def test_dependent_launch_is_the_callers(places):
     """Off by default, also where a table chose it; on, a table's form or `first`, which owes
-    nothing; a kernel without the knob stays as it is.
+    nothing, but where a rule was made in a chain, which had the forms to choose from; a kernel
+    without the knob stays as it is.
     """
     h200, contract = gpus.named("h200"), Contract()
     kernel = kernels.get("recurrent")
@@ -290,13 +291,47 @@ def test_dependent_launch_is_the_callers(places):
     )
     table.save(made, places / "shipped" / h200.slug / "gdn_decode.json")
     runtime = Runtime(h200)
-    launch = {
-        asked: [
-            c.variant.knobs["pdl"] for c in runtime.bind(contract, dependent_launch=asked).choices
-        ]
-        for asked in (None, False, True)
-    }
-    assert launch == {None: ["none", "first"], False: ["none", "none"], True: ["first", "first"]}
+
+    def launch(c=contract, **options):
+        return {
+            asked: [
+                x.variant.knobs.get("pdl", "none")
+                for x in runtime.bind(c, dependent_launch=asked, **options).choices
+            ]
+            for asked in (None, False, True)
+        }
+
+    chosen = {None: ["none", "first"], False: ["none", "none"]}
+    assert launch() == {**chosen, True: ["first", "first"]}
+    # a rule's own policy counts, not its table's; so for a neighbour, and for one size for all
+    chain = msgspec.structs.replace(made.rules[0], policy={"timer": "graph", "l2": "chain"})
+    swapped = msgspec.structs.replace(
+        chain, intervals=tuple(
+            msgspec.structs.replace(i, variant=j.variant)
+            for i, j in zip(chain.intervals, reversed(chain.intervals), strict=True)
+        )
+    )  # fmt: skip
+    for rule, at_all in ((chain, "first"), (swapped, "none")):
+        path = places / "chain.json"
+        table.save(msgspec.structs.replace(made, rules=(rule,)), path)
+        runtime.use(path)
+        its = ["none", "first"] if rule is chain else ["first", "none"]
+        kept = {None: its, False: ["none", "none"], True: its}
+        assert launch() == launch(contract.replace(pool=False)) == kept
+        assert launch(batch_invariant=True)[True] == [at_all]
+    # one from before its kernel had the knob was not chosen among the forms
+    old = {k: v for k, v in first.knobs.items() if k != "pdl"}
+    older = msgspec.structs.replace(
+        made,
+        variants={n: TableVariant("recurrent", old) if v == first else v
+                  for n, v in made.variants.items()},
+        rules=(chain,),
+    )  # fmt: skip
+    table.save(older, path)
+    runtime.use(path)
+    assert launch()[True] == ["first", "first"]
+    # where no rule is near, the default rule chose: at three steps of sizes
+    assert launch(contract.replace(K=64, V=64, state_dtype="fp32"))[True] == ["first"] * 3
     on_cpu = Runtime(device())
     plain, allowed = (
         [c.variant for c in on_cpu.bind(CONTRACT, dependent_launch=asked).choices]
@@ -329,7 +364,9 @@ def test_calls_without_dependent_launch_have_their_own_choice(tmp_path):
     bare = dependent.write(tmp_path / "bare.json", with_alone=False)
     runtime.use(bare.path)
     assert called(False) == [(1, bare.plain[0]), (64, bare.plain[1])] and called(True) == both
-    assert runtime.choices(made_contract, False)[0].why.endswith("; without dependent launch")
+    assert runtime.choices(made_contract, False)[0].why.endswith(
+        f"; that is of {bare.early[0].id}, called in its form without dependent launch"
+    )
 
 
 def test_explained_is_what_a_call_gets(tmp_path):
@@ -354,3 +391,48 @@ def test_explained_is_what_a_call_gets(tmp_path):
     )
     on_cpu = gdntune.explain(CONTRACT, 64, "cpu")
     assert on_cpu["otherwise"] is None and on_cpu["dependent_launch"] is False
+
+
+def test_explained_is_a_choice_that_a_chain_made_without_dependent_launch(tmp_path, monkeypatch):
+    """Calls that allow it get what was chosen, by a table that is given and by the one in use;
+    of a sweep that tries no such forms they get `first`.
+    """
+    made = dependent.write(tmp_path / "early.json")
+    contract = dependent.CONTRACT
+    found = table.load(made.path)
+    plain = made.alone
+    rule = Rule(contract, found.rules[0].alone)
+    for l2, called, why in (
+        ("chain", plain.id, "in a chain, where that was tried too"),
+        ("cold-clean", f"{plain.id}.pdlfirst", "called in its form with dependent launch"),
+    ):
+        path = tmp_path / f"{l2}.json"
+        own = msgspec.structs.replace(rule, policy={"timer": "graph", "l2": l2})
+        table.save(msgspec.structs.replace(found, rules=(own,)), path)
+        runtime = Runtime(made.device)
+        runtime.use(path)
+        monkeypatch.setattr(dispatch, "runtime", lambda kind, index, found=runtime: found)
+        monkeypatch.setattr(arch, "detect", lambda kind, index: made.device)
+        for said in (
+            explanation(contract, 64, path, dependent_launch=True),
+            explanation(contract, 64, dependent_launch=True),
+        ):
+            assert said["variant"] == called and said["reason"].endswith(why)
+            other = said["otherwise"]
+            assert other is None if l2 == "chain" else other["variant"] == plain.id
+        assert runtime.bind(contract, dependent_launch=True).choice(64).variant.id == called
+
+
+def test_explained_is_the_default_rule_where_no_rule_is_near(tmp_path, monkeypatch):
+    """Also by the table in use, for both kinds of call, where the table's own rules are a chain's."""
+    made = dependent.write(tmp_path / "apart.json")
+    runtime = Runtime(made.device)
+    runtime.use(made.path)
+    monkeypatch.setattr(dispatch, "runtime", lambda kind, index: runtime)
+    monkeypatch.setattr(arch, "detect", lambda kind, index: made.device)
+    far = dependent.CONTRACT.replace(K=64, V=64)
+    plain = kernels.default(far, 64, made.device)
+    for said in (explanation(far, 64), explanation(far, 64, made.path)):
+        assert (said["match"], said["variant"]) == ("none", plain.id)
+        assert said["reason"].startswith("no rule for op=gdn_decode, K=64")
+        assert said["otherwise"]["knobs"] == {**plain.knobs, "pdl": "first"}

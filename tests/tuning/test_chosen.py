@@ -8,6 +8,7 @@ from pathlib import Path
 
 import dependent
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from gdntune import kernels
@@ -71,6 +72,11 @@ def test_what_calls_take_without_dependent_launch_and_with_it(tmp_path):
 
     assert labels() == {made.alone.id}
     assert labels(True) == {made.alone.id, *(v.id for v in made.early)}
+    # chosen in a chain without dependent launch: calls that allow it take no other
+    found = table.load(made.path)
+    rule = Rule(dependent.CONTRACT, found.rules[0].alone)
+    table.save(replace(found, rules=(rule,)), made.path)
+    assert labels(True) == {made.alone.id}
 
 
 def test_the_shipped_tables_choices_need_no_gpu():
