@@ -166,6 +166,7 @@ def _explain_verify(
     as_json: bool,
 ) -> None:
     from gdntune.results import drafts
+    from gdntune.results.records import policy_words
     from gdntune.results.table import load
     from gdntune.runtime.explain import in_use
 
@@ -182,12 +183,16 @@ def _explain_verify(
         f"T={contract.tokens}, {work_units} work units a layer, {layers} layers, each draft"
         f" accepted with {accept_rate:g}, on {table.device.name}; microseconds a layer"
     )
+    policies = dict.fromkeys(policy_words(call.policy) for way in found for call in way.calls)
     for way in found:
         typer.echo(
             f"  {way.name}: {way.accepted_us:.2f} an accepted token, {way.step_us:.2f} a step"
         )
         for call in way.calls:
-            typer.echo(f"    {call.time_us:.2f}  {call.contract}: {call.how}")
+            under = f", under {policy_words(call.policy)}" if len(policies) > 1 else ""
+            typer.echo(f"    {call.time_us:.2f}  {call.contract}: {call.how}{under}")
+    if len(policies) > 1:
+        typer.echo("  note: not all were timed under one policy: compare ways of one alone")
     for name, config in drafts.missing(contract.op, found):
         typer.echo(
             f"  {name}: the table has no cells of it; run `gdntune sweep {config}`, then `gdntune"

@@ -7,6 +7,7 @@ import msgspec
 from gdntune.errors import counted
 from gdntune.report.document import Block, Bullets, Document, Grid, Section, Text
 from gdntune.report.words import MISSING, contract_words, number, ratio
+from gdntune.results.records import policy_words
 from gdntune.results.table import Interval, Origin, Rule, Table, noise_words
 
 WITHOUT_LAUNCH = "Calls without dependent launch"
@@ -24,7 +25,7 @@ def table_document(table: Table, source: str, stale: Sequence[str] = ()) -> Docu
     device, origin = table.device, table.evidence
     facts = [
         f"Device: {device.name} ({device.arch}).",
-        f"Policy: {', '.join(f'{k} {v}' for k, v in sorted(table.policy.items()))}.",
+        f"Policy: {policy_words(table.policy)}.",
         (
             f"From {origin.config}, {origin.started}: {counted(origin.cells, 'cell')},"
             f" {counted(origin.trials, 'trial')},"
@@ -86,9 +87,7 @@ def _title(rule: Rule) -> str:
     words = f"T={rule.when.tokens}: {contract_words(rule.when.replace(tokens=1))}"
     if isinstance(rule.policy, msgspec.UnsetType):
         return words
-    return (
-        f"{words}; measured under {', '.join(f'{k} {v}' for k, v in sorted(rule.policy.items()))}"
-    )
+    return f"{words}; measured under {policy_words(rule.policy)}"
 
 
 def _rule(rule: Rule) -> tuple[Block, ...]:

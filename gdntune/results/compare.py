@@ -15,7 +15,7 @@ from gdntune.results.bootstrap import LEAST_SAMPLES, RatioInterval, Verdict, rat
 from gdntune import strict
 from gdntune.results.derive import Final, Timed, by_work_units, derive, timed_cells
 from gdntune.errors import JournalError, UnknownName, UnsupportedProblem, listed
-from gdntune.results.records import Run, noise_notes
+from gdntune.results.records import Run, noise_notes, policy_words
 from gdntune.problem import Contract
 
 CHOSEN = "chosen"
@@ -66,9 +66,7 @@ def compare(
     """
     mine, theirs = _Side.read(a, "A"), _Side.read(b, "B")
     if mine.run.policy != theirs.run.policy:
-        one, other = (
-            ", ".join(f"{k} {v}" for k, v in sorted(s.run.policy.items())) for s in (mine, theirs)
-        )
+        one, other = (policy_words(s.run.policy) for s in (mine, theirs))
         raise JournalError(
             f"{a} ({one}), {b} ({other}): times under two policies are not compared; time both"
             " under one"

@@ -12,11 +12,14 @@ from gdntune.results.table import Table
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """Microseconds of a call. contract: of the rule that was measured; how: from which cells."""
+    """Microseconds of a call. contract: of the rule that was measured; how: from which cells;
+    policy: how that rule was measured, so that two of other policies are not compared unawares.
+    """
 
     time_us: float
     contract: str
     how: str
+    policy: dict[str, str]
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -62,7 +65,7 @@ def estimate(table: Table, contract: Contract, work_units: int) -> Estimate | No
         share = (work_units - low) / (high - low)
         time_us = cells[low] + share * (cells[high] - cells[low])
         how = f"between {low} and {high}"
-    return Estimate(time_us, rule.when.key(), how)
+    return Estimate(time_us, rule.when.key(), how, table.policy_of(rule))
 
 
 def _written(contract: Contract) -> tuple[str, bool]:

@@ -17,7 +17,7 @@ from gdntune.device.arch import Device
 from gdntune.kernels.fingerprint import same_objects
 from gdntune.results.derive import Timed, beyond, by_work_units, derive, marked, passes, timed_cells
 from gdntune.errors import GdntuneError, UnsupportedProblem, counted
-from gdntune.results.records import Record, Run, Trial, contract_of, noise_notes
+from gdntune.results.records import Record, Run, Trial, contract_of, noise_notes, policy_words
 from gdntune.problem import Contract, Problem
 from gdntune.results.table import TUNING, Table, ops_of
 
@@ -375,9 +375,7 @@ def _notes(table: Table, run: Run, contracts: Iterable[Contract]) -> list[str]:
         notes.append(f"the table is of {table.device.name}, the samples of {run.device.name}")
     used = [table.policy_of(rule) for c in contracts for rule in table.ranked(c)[:1]]
     if other := next((policy for policy in used if policy != run.policy), None):
-        policies = (
-            ", ".join(f"{k} {v}" for k, v in sorted(p.items())) for p in (other, run.policy)
-        )
+        policies = map(policy_words, (other, run.policy))
         notes.append("the table was made under {}, the samples under {}".format(*policies))
     if changed := sorted(
         name

@@ -13,6 +13,7 @@ from gdntune.kernels import dependent_launch as launch
 from gdntune.kernels.fingerprint import same_objects
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract
+from gdntune.results.records import policy_words
 from gdntune.results.table import Origin, Rule, Table, TableVariant, could_serve, ops_of
 
 
@@ -202,7 +203,7 @@ def _faults(a: Table, b: Table) -> list[str]:
             f" ({b.device.arch})"
         )
     if unlike := _unlike(a, b):
-        policies = [", ".join(f"{k} {v}" for k, v in sorted(p.items())) for p in unlike]
+        policies = [policy_words(p) for p in unlike]
         faults.append(f"one was made under {policies[0]}, the other under {policies[1]}")
     faults += [
         f"the code of {name} is not the same ({a.kernels[name]}, {b.kernels[name]})"

@@ -10,7 +10,7 @@ import lzma
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, final
@@ -46,6 +46,11 @@ class _Record(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower
 ):
     """Tagged by `kind`, the class's name in small letters."""
+
+
+def policy_words(policy: Mapping[str, str]) -> str:
+    """A timing policy, as a sentence names it."""
+    return ", ".join(f"{k} {v}" for k, v in sorted(policy.items()))
 
 
 class Run(_Record, frozen=True, kw_only=True):

@@ -6,10 +6,11 @@ from pathlib import Path
 from gdntune import kernels
 from gdntune.device.arch import Device
 from gdntune.errors import UnsupportedProblem, listed
-from gdntune.objects.store import ObjectSpec, object_spec
+from gdntune.objects.store import ObjectSpec
 from gdntune.problem import Contract
 from gdntune.results import table
 from gdntune.runtime.dispatch import Runtime
+from gdntune.tuning.plan import session_objects
 
 
 def contracts_of(paths: Iterable[Path]) -> list[Contract]:
@@ -34,9 +35,12 @@ def chosen_objects(
     wanted = list(contracts)
     found: dict[str, tuple[ObjectSpec, str]] = {}
     served: set[Contract] = set()
+    timed_under: set[str] = set()
     for path in paths:
         runtime = Runtime(device)
-        ops = {rule.when.op for rule in runtime.use(path).rules}
+        given = runtime.use(path)
+        ops = {rule.when.op for rule in given.rules}
+        timed_under |= {given.policy_of(rule).get("l2", "") for rule in given.rules}
         for contract in (c for c in wanted if c.op in ops):
             served.add(contract)
             for allowed in (False, True) if dependent_launch else (False,):
@@ -48,10 +52,6 @@ def chosen_objects(
             f"no given table has rules for {listed(sorted(left))}: give one for each op, or only"
             " parts of the config that the tables are of (--part)"
         )
-    if device.kind == "cuda":
-        # what `gdntune.check_table` empties the cache with
-        contract, variant = kernels.flush()
-        kernel = kernels.get(variant.kernel)
-        spec = object_spec(kernel, contract, variant, device, label="flush")
-        found[spec.key] = (spec, kernel.compiler)
+    # what `gdntune.check_table` needs besides
+    found |= {pair[0].key: pair for pair in session_objects(device, timed_under)}
     return list(found.values())

@@ -6,7 +6,7 @@ made beforehand, the default rule's, the floors and other libraries' entries. `r
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,16 +137,13 @@ class Plan:
         """Every object that the run needs, with its kernel's compiler, each once."""
         found: dict[str, tuple[ObjectSpec, str]] = {}
 
-        def add(contract: Contract, variant: Variant, label: str | None = None) -> None:
+        def add(contract: Contract, variant: Variant) -> None:
             kernel = kernels.get(variant.kernel)
-            spec = object_spec(kernel, contract, variant, self.device, label=label)
+            spec = object_spec(kernel, contract, variant, self.device)
             found.setdefault(spec.key, (spec, kernel.compiler))
 
-        if self.device.kind == "cuda":
-            # First of all: the timing process needs it before any cell.
-            add(*kernels.flush(), label="flush")
-            if self.l2 == "chain":
-                add(*kernels.producer(), label="producer")
+        # First of all: the timing process needs them before any cell.
+        found |= {pair[0].key: pair for pair in session_objects(self.device, {self.l2})}
         for problem in self.problems:
             for variant in self.named(problem):
                 add(problem.contract, variant)
@@ -264,6 +261,23 @@ def _origins(config: Config, runtime: "Runtime", peers: Mapping[str, "Peer"]) ->
     for peer in peers.values():
         found[f"{PEER}{peer.name}"] = "not installed" if peer.absent() else peer.version()
     return found
+
+
+def session_objects(device: Device, l2: Collection[str]) -> list[tuple[ObjectSpec, str]]:
+    """What timing under L2 policies calls on a device beside what it times, with its compiler: what
+    empties the cache between samples, in a chain also what writes each layer's inputs.
+    """
+    if device.kind != "cuda":
+        return []
+    called = {
+        "flush": kernels.flush(),
+        **({"producer": kernels.producer()} if "chain" in l2 else {}),
+    }
+    return [
+        (object_spec(kernel, contract, variant, device, label=label), kernel.compiler)
+        for label, (contract, variant) in called.items()
+        for kernel in (kernels.get(variant.kernel),)
+    ]
 
 
 def plan_objects(config: Config, device: Device) -> list[tuple[ObjectSpec, str]]:

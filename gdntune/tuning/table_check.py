@@ -1,22 +1,23 @@
 """`gdntune.check_table`: whether the table in use still says what is so on this device."""
 
+import itertools
 import statistics
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from gdntune import kernels
-from gdntune.errors import UnsupportedProblem
-from gdntune.kernels.spec import Variant
-from gdntune.objects.store import object_spec
+from gdntune.errors import ToolMissing, UnsupportedProblem
 from gdntune.problem import Op, Problem
-from gdntune.results.table import Evidence, Rule
+from gdntune.results.records import policy_words
+from gdntune.results.table import Evidence, Rule, Table
 from gdntune.runtime import dispatch
 from gdntune.runtime.compiling import compile_missing
+from gdntune.runtime.dispatch import Runtime
 from gdntune.timing import Policy
 from gdntune.tuning.config import Search
 from gdntune.tuning.measure import time_cell
+from gdntune.tuning.plan import session_objects
 from gdntune.tuning.session import Session
 
 # Another card of the same model differs by less; so does a choice from what it ties with.
@@ -29,89 +30,137 @@ class CellCheck(NamedTuple):
     """One cell, timed again.
 
     status: `REGRESSED` where the default rule's variant is faster than the table's choice by more
-    than 3%, `DRIFT` where the choice's time is more than 10% off the table's, else `OK`.
-    table_us: the choice's mean in the table; now_us: its mean now; default_us: the default's now.
+    than 3%, `DRIFT` where the choice's time is more than 10% off the table's, else `OK`; `UNTIMED`
+    where it could not be timed here as it was for the table, which says nothing of it.
+    table_us: the choice's mean in the table; now_us: its mean now; default_us: the default's now;
+    None where untimed. policy: what the table's time was taken under, and these. reason: why it is
+    untimed.
     """
 
-    status: Literal["OK", "DRIFT", "REGRESSED"]
+    status: Literal["OK", "DRIFT", "REGRESSED", "UNTIMED"]
     problem: Problem
     variant: str
     table_us: float
-    now_us: float
+    now_us: float | None
     default: str
-    default_us: float
+    default_us: float | None
+    policy: dict[str, str]
+    reason: str = ""
 
     def __str__(self) -> str:
+        at = f"{self.status}: {self.problem.key()}, {policy_words(self.policy)}: {self.variant}"
+        if self.now_us is None or self.default_us is None:
+            return f"{at}: {self.reason}"
         return (
-            f"{self.status}: {self.problem.key()}: {self.variant} takes {self.now_us:.4g} us,"
-            f" {self.now_us / self.table_us - 1:+.1%} of the table's {self.table_us:.4g} us; the"
-            f" default rule's {self.default} {self.default_us:.4g} us"
+            f"{at} takes {self.now_us:.4g} us, {self.now_us / self.table_us - 1:+.1%} of the"
+            f" table's {self.table_us:.4g} us; the default rule's {self.default}"
+            f" {self.default_us:.4g} us"
         )
 
 
-def judged(
-    problem: Problem, variant: str, table_us: float, now_us: float, default: str, default_us: float
-) -> CellCheck:
-    """A cell by its means."""
+def judged(cell: CellCheck) -> CellCheck:
+    """A cell that was timed, with the status that its times give it."""
+    assert cell.now_us is not None and cell.default_us is not None
     status: Literal["OK", "DRIFT", "REGRESSED"] = "OK"
-    if abs(now_us / table_us - 1) > DRIFT:
+    if abs(cell.now_us / cell.table_us - 1) > DRIFT:
         status = "DRIFT"
-    if now_us > default_us * (1 + REGRESSION):
+    if cell.now_us > cell.default_us * (1 + REGRESSION):
         status = "REGRESSED"
-    return CellCheck(status, problem, variant, table_us, now_us, default, default_us)
+    return cell._replace(status=status)
+
+
+class Measured(NamedTuple):
+    """A time in a table: evidence of a rule's choice for calls as it is, or, where `alone`, for
+    those without dependent launch; policy: the rule's.
+    """
+
+    rule: Rule
+    evidence: Evidence
+    alone: bool
+    policy: dict[str, str]
+
+
+def measured(found: Table) -> list[Measured]:
+    """All times in a table."""
+    return [
+        Measured(rule, e, alone, found.policy_of(rule))
+        for rule in found.rules
+        for alone in ((False, True) if rule.alone else (False,))
+        for i in rule.serving(dependent_launch=not alone)
+        for e in i.evidence
+    ]
 
 
 def check_table(
     device: str = "cuda", index: int = 0, *, op: Op = "gdn_decode", cells: int = 4
 ) -> list[CellCheck]:
     """Times a few cells of the table in use, its choice beside the default rule's, on this device:
-    some seconds, at start-up, while nothing else runs there.
+    some seconds, at start-up, while nothing else runs there. Each is timed as its rule was, whose
+    policy may not be the table's; those of one policy come together. `UNTIMED`: that policy cannot
+    be had here, or the GPU is throttled.
 
     cells: how many, spread over the table's evidence. UnsupportedProblem where no table is in use,
-    or it has no evidence; ToolMissing and BuildError as of a sweep, MeasurementError for times that
-    cannot be true. Clones of tensors of up to the cells' sizes are allocated.
+    or it has no evidence; ToolMissing where something must be compiled and nothing can, BuildError
+    as of a sweep, MeasurementError for times that cannot be true and for a chain that the memory
+    does not hold. Clones of tensors of up to the cells' sizes are allocated, in a chain of each
+    layer's.
     """
     runtime = dispatch.runtime(device, index)
     source = runtime.source(op)
     if source is None:
         raise UnsupportedProblem(f"no table for {op} on {runtime.device.name}: nothing to check")
-    seen = [(rule, e) for rule in source.table.rules for i in rule.intervals for e in i.evidence]
+    seen = measured(source.table)
     if not seen or cells < 1:
         raise UnsupportedProblem(
             f"{cells} cells of {source.path}, which has evidence of {len(seen)}: expected both from"
             " 1"
         )
-    policy = msgspec.convert(dict(source.table.policy), Policy, strict=False)
-    if runtime.device.kind == "cuda":
-        _compile_flush(runtime)
-    session = Session(runtime.device, index, runtime.store, policy)
     picked = seen[:: max(1, len(seen) // cells)][:cells]
-    return [_checked(session, runtime, rule, e) for rule, e in picked]
+    found: list[CellCheck] = []
+    # One session at a time: each has a buffer of its own, a chain's the layers too.
+    for _, alike in itertools.groupby(sorted(picked, key=_under), _under):
+        its = list(alike)
+        session = _session(runtime, index, its[0].policy)
+        found += [_checked(session, runtime, one) for one in its]
+    return found
 
 
-def _checked(session: Session, runtime: Any, rule: Rule, e: Evidence) -> CellCheck:
+def _under(one: Measured) -> str:
+    return policy_words(one.policy)
+
+
+def _session(runtime: Runtime, index: int, named: dict[str, str]) -> Session | str:
+    """What times under a policy that a table names, or why this device cannot."""
+    try:
+        policy, _ = msgspec.convert(named, Policy, strict=False).resolve(runtime.device)
+    except (msgspec.ValidationError, UnsupportedProblem, ToolMissing) as e:
+        return f"times are not to be had as its rule's were: {e}"
+    needed = session_objects(runtime.device, {policy.l2})
+    if missing := [pair for pair in needed if runtime.store.find(pair[0]) is None]:
+        compile_missing(missing, runtime.store, kernels.flush()[0])
+    return Session(runtime.device, index, runtime.store, policy)
+
+
+def _checked(session: Session | str, runtime: Runtime, one: Measured) -> CellCheck:
+    """A cell timed again, or, where there is no session, why not."""
+    when, e = one.rule.when, one.evidence
     HV = next(n for n in HEADS if e.work_units % n == 0)
-    problem = Problem(rule.when, e.work_units // HV, max(1, HV // 4), HV)
-    chosen = runtime.bind(rule.when).choice(e.work_units).variant
-    default = kernels.default(rule.when, e.work_units, runtime.device)
+    problem = Problem(when, e.work_units // HV, max(1, HV // 4), HV)
+    bound = runtime.bind(when, dependent_launch=False if one.alone else None)
+    chosen = bound.choice(e.work_units).variant
+    default = kernels.default(when, e.work_units, runtime.device)
+    cell = CellCheck(
+        "UNTIMED", problem, chosen.id, e.mean_us, None, default.id, None, dict(one.policy)
+    )
+    if isinstance(session, str):
+        return cell._replace(reason=session)
     variants = [chosen, *([default] if default != chosen else [])]
     # what is not there yet is compiled, as at a call
-    runtime.functions(rule.when, variants)
-    means = _means(session, problem, variants)
-    # the default is the choice, where they are one
-    return judged(problem, chosen.id, e.mean_us, means[chosen.id], default.id, means[default.id])
-
-
-def _compile_flush(runtime: Any) -> None:
-    """What empties the cache between samples, where neither store nor bundle has it."""
-    contract, variant = kernels.flush()
-    kernel = kernels.get(variant.kernel)
-    spec = object_spec(kernel, contract, variant, runtime.device, label="flush")
-    if runtime.store.find(spec) is None:
-        compile_missing([(spec, kernel.compiler)], runtime.store, contract)
-
-
-def _means(session: Session, problem: Problem, variants: Sequence[Variant]) -> dict[str, float]:
+    runtime.functions(when, variants)
     ids = [v.id for v in variants]
-    found = time_cell(session, problem, variants, [], SEARCH, always_final=ids)
-    return {t.variant.id: statistics.fmean(t.final_us) for t in found.timed if t.final_us}
+    timed = time_cell(session, problem, variants, [], SEARCH, always_final=ids)
+    if not timed.timed:
+        return cell._replace(reason=f"nothing could be timed: {timed.timing.stop}")
+    means = {t.variant.id: statistics.fmean(t.final_us) for t in timed.timed if t.final_us}
+    # the default is the choice, where they are one
+    return judged(cell._replace(now_us=means[chosen.id], default_us=means[default.id]))

@@ -34,8 +34,10 @@ def bundle(
         for x in runtime.choices(c)
         if most is None or x.first <= most.get(c, x.first)
     ]
-    # what empties the cache between samples, as the sweep calls it and as check_table does
+    # what empties the cache between samples, as the sweep calls it and as check_table does, and
+    # what writes a chain's inputs
     chosen += [(*kernels.flush(), label) for label in (None, "flush")]
+    chosen.append((*kernels.producer(), "producer"))
     wanted = {}
     for contract, variant, label in chosen:
         kernel = kernels.get(variant.kernel)

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from gdntune.cli.app import app
 from gdntune.errors import UnsupportedProblem
 from gdntune.problem import Contract
 from gdntune.results import drafts, table
@@ -61,6 +63,24 @@ def test_a_ring_is_a_rule_of_its_own():
     # of another T nothing was measured
     eight = drafts.ways(with_ring, FOUR.replace(tokens=8), 64, 0.7, 36)
     assert not any("ring" in w.name for w in eight)
+
+
+def test_ways_of_two_policies_say_so(tmp_path):
+    """Each call has its rule's policy, and `explain --op verify` names it where not all are one."""
+    cold = {"timer": "cupti", "l2": "cold-clean"}
+    rule, _ = H200.find(FOUR, 1)
+    ringed = msgspec.structs.replace(rule, when=rule.when.replace(ring=16), policy={"timer": "graph", "l2": "chain"})
+    with_ring = msgspec.structs.replace(SHIPPED, rules=(*H200.rules, ringed))
+    for found, alike in ((H200, True), (with_ring, False)):
+        path = tmp_path / f"{alike}.json"
+        table.save(msgspec.structs.replace(found, rules=tuple(found.rules)), path)
+        calls = [call for way in drafts.ways(found, FOUR, 64, 0.7, 36) for call in way.calls]
+        assert [c.policy for c in calls if "ring=16" not in c.contract] == [cold] * 3
+        options = ["--tokens", "4", "--work-units", "64", "--table", str(path)]
+        said = CliRunner().invoke(app, ["explain", "--op", "verify", *options]).stdout
+        assert ("under one policy" in said) is not alike
+        assert said.count(", under l2 cold-clean, timer cupti\n") == (0 if alike else 3)
+        assert said.count(", under l2 chain, timer graph\n") == (0 if alike else 1)
 
 
 def test_outputs_alone_do_not_stand_for_a_state_per_token():

@@ -68,15 +68,20 @@ def test_what_calls_take_without_dependent_launch_and_with_it(tmp_path):
 
     def labels(*allowed):
         found = chosen_objects([dependent.CONTRACT], [made.path], made.device, *allowed)
-        return {spec.label for spec, _ in found} - {"flush"}
+        return {spec.label for spec, _ in found}
 
-    assert labels() == {made.alone.id}
-    assert labels(True) == {made.alone.id, *(v.id for v in made.early)}
+    # what `check_table` calls besides, under the table's policy
+    around = {"flush", "producer"}
+    assert labels() == {made.alone.id} | around
+    assert labels(True) == {made.alone.id, *(v.id for v in made.early)} | around
     # chosen in a chain without dependent launch: calls that allow it take no other
     found = table.load(made.path)
     rule = Rule(dependent.CONTRACT, found.rules[0].alone)
     table.save(replace(found, rules=(rule,)), made.path)
-    assert labels(True) == {made.alone.id}
+    assert labels(True) == {made.alone.id} | around
+    cold = replace(rule, policy={"timer": "graph", "l2": "cold-clean"})
+    table.save(replace(found, rules=(cold,)), made.path)
+    assert labels() == {made.alone.id, "flush"}
 
 
 def test_the_shipped_tables_choices_need_no_gpu():

@@ -19,7 +19,7 @@ from gdntune.results import table
 from gdntune.results.judge import Replayed
 from gdntune.results.vllm_json import vllm_json
 from gdntune.runtime import dispatch
-from gdntune.tuning import config, table_check, tune
+from gdntune.tuning import config, measure, table_check, tune
 
 PROBLEMS = [Problem(CONTRACT, B, 1, 1) for B in (1, 4)]
 
@@ -111,9 +111,13 @@ def test_what_a_cell_is_called(now, default, status):
     """Off the table's time by more than 10% it drifted; beaten by the default by more than 3% it
     regressed.
     """
-    found = table_check.judged(PROBLEMS[0], "a", 10.0, now, "b", default)
+    cell = table_check.CellCheck(
+        "UNTIMED", PROBLEMS[0], "a", 10.0, now, "b", default, {"timer": "graph", "l2": "chain"}
+    )
+    found = table_check.judged(cell)
     assert found.status == status
-    assert str(found).startswith(f"{status}: {PROBLEMS[0].key()}: a takes {now:.4g} us")
+    at = f"{status}: {PROBLEMS[0].key()}, l2 chain, timer graph"
+    assert str(found).startswith(f"{at}: a takes {now:.4g} us")
 
 
 def test_a_table_is_checked_by_its_cells(given, own_runtime):  # noqa: F811
@@ -134,6 +138,66 @@ def test_a_table_is_checked_by_its_cells(given, own_runtime):  # noqa: F811
     (found,) = gdntune.check_table("cpu", cells=3)
     assert found.problem == Problem(CONTRACT, 1, 1, 4) and found.table_us == 5.0
     assert found.variant == rule.intervals[0].variant and min(found.now_us, found.default_us) > 0
+    assert found.policy == made.policy
+
+
+def test_a_tables_cells_are_timed_as_their_rules_were(given, own_runtime, monkeypatch):  # noqa: F811
+    """Each under its rule's own policy, in a session of that; one that cannot be had is not judged.
+    What calls without dependent launch take is among them. Fault: all by the table's policy, which
+    said DRIFT of a chain's times.
+    """
+    made = table.load(given)
+    first, last = made.variants
+    policies = (
+        {"timer": "cpu", "l2": "chain"}, {"timer": "graph", "l2": "chain"}, {"timer": "sundial"},
+    )  # fmt: skip
+
+    def interval(variant, us):
+        return table.Interval(1, None, variant, (table.Evidence(4, us, us, us, us, 9, 0.0),))
+
+    rules = [
+        table.Rule(CONTRACT.replace(V=V), (interval(first, 5.0),), policy=policy)
+        for V, policy in zip((32, 64, 96), policies, strict=True)
+    ]
+    rules.append(
+        table.Rule(CONTRACT.replace(mode="frozen"), (interval(first, 5.0),), alone=(interval(last, 6.0),))
+    )  # fmt: skip
+    table.save(gdntune_replace(made, rules=tuple(rules)), given)
+    own_runtime.use(given)
+    timed, real = [], table_check.time_cell
+
+    def time_cell(session, problem, *given, **named):
+        timed.append((problem.contract, session.timer.policy.l2, session.chained is not None))
+        return real(session, problem, *given, **named)
+
+    monkeypatch.setattr(table_check, "time_cell", time_cell)
+    found = gdntune.check_table("cpu", cells=9)
+    frozen = CONTRACT.replace(mode="frozen")
+    assert sorted(timed, key=str) == sorted(
+        [(frozen, "cold-clean", False)] * 2 + [(CONTRACT, "chain", True)], key=str
+    )
+    chosen = [(c.problem.contract, c.variant, c.table_us) for c in found if c.policy == made.policy]
+    assert chosen == [(frozen, first, 5.0), (frozen, last, 6.0)]
+    by_contract = {c.problem.contract.V: c for c in found if c.policy != made.policy}
+    assert [by_contract[V].policy for V in (32, 64, 96)] == list(policies)
+    assert by_contract[32].status != "UNTIMED" and "l2 chain, timer cpu" in str(by_contract[32])
+    for V, why in ((64, "timer='graph' on cpu"), (96, "Invalid enum value 'sundial'")):
+        cell = by_contract[V]
+        assert (cell.status, cell.now_us, cell.default_us) == ("UNTIMED", None, None)
+        assert why in cell.reason and str(cell).endswith(cell.reason)
+
+
+def test_a_throttled_device_leaves_cells_untimed(given, own_runtime, monkeypatch):  # noqa: F811
+    """Its times would say DRIFT of a table that is right."""
+    made = table.load(given)
+    seen = table.Evidence(4, 5.0, 5.0, 4.0, 6.0, 9, 0.0)
+    rule = made.rules[0]
+    intervals = (gdntune_replace(rule.intervals[0], evidence=(seen,)), rule.intervals[1])
+    table.save(gdntune_replace(made, rules=(gdntune_replace(rule, intervals=intervals),)), given)
+    own_runtime.use(given)
+    monkeypatch.setattr(measure, "throttled", lambda clocks: True)
+    (found,) = gdntune.check_table("cpu")
+    assert found.status == "UNTIMED" and found.reason == "nothing could be timed: throttled"
 
 
 RANK = """
