@@ -2,13 +2,14 @@
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
 from gdntune.device.arch import Device
-from gdntune.errors import TableError, listed
+from gdntune.errors import TableError, counted, listed
 from gdntune.kernels import dependent_launch as launch
 from gdntune.kernels.fingerprint import same_objects
 from gdntune.kernels.spec import Variant
@@ -94,7 +95,8 @@ def _what(t: Table, name: str | None, dependent_launch: bool) -> TableVariant | 
 def _about(a: Table, b: Table) -> Iterator[str]:
     if _device(a.device) != _device(b.device):
         yield f"device: {a.device.name} ({a.device.arch}), {b.device.name} ({b.device.arch})"
-    for what in ("policy", "software", "kernels"):
+    yield from _policies(a, b)
+    for what in ("software", "kernels"):
         one, two = getattr(a, what), getattr(b, what)
         for name in sorted(one.keys() | two.keys()):
             if one.get(name) != two.get(name):
@@ -103,6 +105,18 @@ def _about(a: Table, b: Table) -> Iterator[str]:
         yield "journals: " + ", ".join(
             f"{o.config} of {o.started}" for o in (a.evidence, b.evidence)
         )
+
+
+def _policies(a: Table, b: Table) -> Iterator[str]:
+    """The policies of rules for one contract that were not measured alike: a rule's own counts."""
+    theirs = {rule.when: b.policy_of(rule) for rule in b.rules}
+    pairs = Counter(
+        (policy_words(a.policy_of(rule)), policy_words(theirs[rule.when]))
+        for rule in a.rules
+        if rule.when in theirs and a.policy_of(rule) != theirs[rule.when]
+    )
+    for (one, two), n in pairs.items():
+        yield f"policy of {counted(n, 'contract')}: {one}; {two}"
 
 
 def _device(device: Device) -> Device:

@@ -40,10 +40,11 @@ def crossovers(config: Config, records: Sequence[Record], run: Run) -> list[Prob
     are narrow enough.
 
     A contract's neighbouring cells are a crossover where the table as it now is has another choice
-    at each, and one of the two choices loses more than `search.regret` at the other's cell, or has
-    no times there. Between them comes the legal problem nearest to the geometric mean of their work
-    units. Where `search.extra_cells` do not suffice, those that lose most come first; where a cell
-    between two failed, no other is tried.
+    at each, for calls that allow dependent launch or for those that do not, and one of the two
+    choices loses more than `search.regret` at the other's cell, or has no times there. Between them
+    comes the legal problem nearest to the geometric mean of their work units. Where
+    `search.extra_cells` do not suffice, those that lose most come first; where a cell between two
+    failed, no other is tried.
     """
     search = config.search
     if search.bisect is None:
@@ -98,18 +99,30 @@ def _gaps(
 
 
 def _loss(rule: Rule, a: Timed, b: Timed, limit: float) -> float:
-    """How much the choices of two neighbours lose at the other's cell, at most; 0 where they are
-    equal, or both tie there.
+    """How much the choices of two neighbours lose at the other's cell, at most, for any call; 0
+    where they are equal, or both tie there.
     """
-    mine, other = rule.at(a.work_units).variant, rule.at(b.work_units).variant
     worst = 0.0
-    for cell, name in ((a, other), (b, mine)):
-        judged = cell.judged(name) if mine != other else (0.0, "final")
-        # Not timed at the other's cell: it may lose anything there.
-        loss = math.inf if judged is None else judged[0]
-        if beyond(cell.best_us, loss, limit):
-            worst = max(worst, loss)
+    for here, there in ((a, b), (b, a)):
+        for allowed, seen in _by_calls(rule, here):
+            name = rule.at(there.work_units, allowed).variant
+            if name == rule.at(here.work_units, allowed).variant:
+                continue
+            judged = seen.judged(name)
+            # Not timed at the other's cell: it may lose anything there.
+            loss = math.inf if judged is None else judged[0]
+            if beyond(seen.best_us, loss, limit):
+                worst = max(worst, loss)
     return worst
+
+
+def _by_calls(rule: Rule, cell: Timed) -> Iterator[tuple[bool, Timed]]:
+    """Whether calls allow dependent launch, with a cell's times of what they may take: where a rule
+    has a choice for those that do not, of both kinds.
+    """
+    yield True, cell
+    if rule.alone:
+        yield from ((False, seen) for seen in without_dependent_launch([cell]))
 
 
 def effort(config: Config, problem: Problem) -> Search:
@@ -188,14 +201,13 @@ def _compared(rule: Rule, cell: Timed) -> tuple[list[str], list[str]]:
     """
     choices: list[str] = []
     ranked: list[str] = []
-    for allowed in (True, False) if rule.alone else (True,):
-        for seen in [cell] if allowed else without_dependent_launch([cell]):
-            means = {name: final.stats.mean_us for name, final in seen.finals.items()}
-            choice = rule.at(cell.work_units, allowed).variant
-            if choice not in means:
-                return choices, ranked
-            choices.append(choice)
-            ranked += sorted(means, key=means.__getitem__)[:RUNNERS_UP]
+    for allowed, seen in _by_calls(rule, cell):
+        means = {name: final.stats.mean_us for name, final in seen.finals.items()}
+        choice = rule.at(cell.work_units, allowed).variant
+        if choice not in means:
+            return choices, ranked
+        choices.append(choice)
+        ranked += sorted(means, key=means.__getitem__)[:RUNNERS_UP]
     return choices, ranked
 
 

@@ -87,8 +87,28 @@ def test_what_else_differs():
         (ONE, 8, "a"), device=target("sm_100a"), policy={"timer": "cupti", "l2": "warm"}, kernels={"recurrent": "f9"}
     )
     about = " / ".join(merge.diff(A, b).about)
-    for part in ("device: NVIDIA H100", "policy l2: cold-clean, warm", "kernels recurrent: f1, f9", "journals:"):
+    for part in (
+        "device: NVIDIA H100", "policy of 1 contract: l2 cold-clean, timer cupti; l2 warm, timer cupti",
+        "kernels recurrent: f1, f9", "journals:",
+    ):  # fmt: skip
         assert part in about
+
+
+def test_the_policies_that_differ_are_the_rules():
+    """A table's own says nothing where its rules have others: those of one contract are compared."""
+    chain = {"timer": "graph", "l2": "chain"}
+    two = made((ONE, 8, "a"), (TWO, 8, "a"))
+
+    def under(t, whole, *own):
+        rules = (msgspec.structs.replace(r, policy=p) for r, p in zip(t.rules, own, strict=True))
+        return msgspec.structs.replace(t, policy=whole, rules=tuple(rules))
+
+    cold = two.policy
+    swapped = under(two, chain, cold, cold)
+    assert not any("policy" in a for a in merge.diff(two, swapped).about)
+    mixed = under(two, cold, msgspec.UNSET, chain)
+    (said,) = (a for a in merge.diff(two, mixed).about if "policy" in a)
+    assert said == "policy of 1 contract: l2 cold-clean, timer cupti; l2 chain, timer graph"
 
 
 def test_document():

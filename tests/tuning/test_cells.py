@@ -34,12 +34,12 @@ def read(search=None, **changes):
     return config.parse(yaml.safe_dump({**BASE, **changes, "search": search or {}}))
 
 
-def timed(problem, us, purpose=None, status="ok"):
-    """A closed cell with final samples of each variant, means by name."""
+def timed(problem, us, purpose=None, status="ok", pdl=None):
+    """A closed cell with final samples of each variant, means by name; pdl: the knob by name."""
     trials = [
         Trial(
             problem=problem,
-            variant=Variant("recurrent", name, {}),
+            variant=Variant("recurrent", name, {"pdl": pdl[name]} if pdl else {}),
             stage=stage,
             status="ok",
             samples_us=[t] * 4,
@@ -169,6 +169,30 @@ def test_ties_are_no_crossover():
     assert [p.work_units for p in cells.crossovers(c, one, RUN)] == [128]
     unknown = [*checks, *timed(low, {"a": 10.0}), *timed(high, {"b": 20.0})]
     assert [p.work_units for p in cells.crossovers(c, unknown, RUN)] == [128]
+
+
+def test_where_calls_without_dependent_launch_change_is_a_crossover():
+    """Of neighbours that agree but for those calls; by what each loses among what they may take,
+    where that is more than a tie. An older journal's rules have no such choice.
+    """
+    c = read({"bisect": 1.1}, batch=[4, 64], shards=[1])
+    low, high = sorted(c.problems())
+    alone = msgspec.structs.replace(RUN, alone=True)
+    checks = [Check(contract=low.contract, variant=n, status="ok") for n in "eab"]
+
+    def asked(a, b, run=alone):
+        """With times of `a` and `b` at the low cell and the high one; `e` starts early and leads."""
+        records = [*checks]
+        for p, us in ((low, (10.0, *a)), (high, (20.0, *b))):
+            records += timed(
+                p, dict(zip("eab", us, strict=True)), pdl={"e": "first", "a": "none", "b": "none"}
+            )
+        return [p.work_units for p in cells.crossovers(c, records, run)]
+
+    assert asked((12.0, 14.0), (28.0, 24.0)) == [128]
+    assert asked((12.0, 14.0), (24.0, 28.0)) == []
+    assert asked((12.0, 12.03), (24.06, 24.0)) == []
+    assert asked((12.0, 14.0), (28.0, 24.0), RUN) == []
 
 
 def test_the_number_of_cells_is_bounded():
