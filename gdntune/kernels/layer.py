@@ -382,7 +382,12 @@ class Layer(layer_norm.Normed):
         smem = SmemAllocator()
         sR = self.shared_sums(smem)
         stage = self.shared_stage(smem, x.v.element_type)
-        self.write_stage(stage, read, x.dt_bias, gate, options, block.length, thread.tid)
+        if const_expr(self.fence):
+            # as `recurrent` has it: always true, so that no arithmetic is made ahead of the state's loads
+            if options.beta_scale != F32(0.0):
+                self.write_stage(stage, read, x.dt_bias, gate, options, block.length, thread.tid)
+        else:
+            self.write_stage(stage, read, x.dt_bias, gate, options, block.length, thread.tid)
         cute.arch.sync_threads()
         chunks = shared.heads * self.head_chunks if const_expr(self.share > 1) else Int32(self.chunks)
         for first in cutlass.range(0, chunks, self.turn, unroll=1):

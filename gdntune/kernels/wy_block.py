@@ -19,7 +19,9 @@ three 2^-26. Of u k, u and KDA's decayed key in two terms each, that is 2^-16 |u
 for one token is 2^-18 (|S| + 2 rms of S's row), S = D S0 + u k, and a bf16 state shows it where S
 lies next to the middle between two bf16 numbers. So two terms can fail, and most where D S0 and u k
 nearly cancel; in three terms, of whose products those of orders 0 to 2 are summed, at most
-2^-24 |u k| is lost, as by fp32 itself.
+2^-24 |u k| is lost, as by fp32 itself. The tolerance grows with the tokens that a place has seen, so
+that D k and D q have three terms for the first two tokens alone: at the third it is 1.5 times what
+two terms leave at most.
 
 `wy_block_rows` has the state up to P, `wy_block_final` the final state; here are a row's solution
 and what a block does.

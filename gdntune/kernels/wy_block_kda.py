@@ -2,12 +2,14 @@
 
 With D_t the product of a key's decays up to token t and D_(t, i) that of tokens i+1..t:
 
-    D_t k_t, D_t q_t           operands of the projection, in three bf16 terms
+    D_t k_t, D_t q_t           operands of the projection, in two bf16 terms, three of the first two tokens
     D_(T, i) k_i               what u_i meets in the final state, in two
     (k_i D_(t, i)).k_t, .q_t   pairwise in fp32
 
 Each is a product of numbers at most 1, never a quotient, so that nothing overflows at any gate.
 """
+
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -15,7 +17,8 @@ from cutlass import BFloat16, Float32, Int32, const_expr
 
 from gdntune.kernels import fragments as fr
 from gdntune.kernels import shuffles
-from gdntune.kernels.wy_operands import Operands, Shape, clear_last_row
+from gdntune.kernels.wy_block_sums import SharedOut
+from gdntune.kernels.wy_operands import FIRST, Operands, Shape, clear_last_row
 
 F32, BF = Float32, BFloat16
 
@@ -29,6 +32,8 @@ class KeyStage:
         self.groups = min(2 * shape.threads // shape.K, shape.tokens)
         self.pairs = 32 // self.groups
         self.each = shape.tokens // self.groups
+        # products of pairs of tokens in a loop: written out, those of few tokens are as few instructions
+        self.rolled = decode.gram_columns == 2 and shape.tokens > 4
         # with more threads than that, the others have nothing to do here
         self.busy = shape.K // 2 * self.groups
 
@@ -86,8 +91,10 @@ class KeyStage:
             cute.autovec_copy(
                 fr.pair(decays, 2 * i), cute.local_tile(o.decays[t, None], (2,), (p,))
             )
-            cute.autovec_copy(fr.pair(rk, 2 * i), cute.local_tile(o.raw[0, t, None], (2,), (p,)))
-            cute.autovec_copy(fr.pair(rq, 2 * i), cute.local_tile(o.raw[1, t, None], (2,), (p,)))
+            both = fr.registers(4, rk.element_type)
+            cute.autovec_copy(fr.pair(rk, 2 * i), fr.pair(both))
+            cute.autovec_copy(fr.pair(rq, 2 * i), fr.pair(both, 2))
+            cute.autovec_copy(both, o.raw[t, p, None])
         before, after = self.around(decays, th)
         self.fill_projection(k, q, decays, before, first, p, o)
         if self.update:
@@ -133,6 +140,15 @@ class KeyStage:
                 for term in range(s.terms):
                     row = o.x[s.row(term, which, first + i), None]
                     cute.autovec_copy(fr.split(both), cute.local_tile(row, (2,), (word,)))
+                if i < FIRST:
+                    self.fill_first(both, which, first + i, word, o)
+
+    @cute.jit
+    def fill_first(self, rest, which: cutlass.Constexpr, t, word, o: Operands):
+        """Of the first tokens what their terms leave, as one more."""
+        if t < FIRST:
+            goal = o.first[word // 8, t, word % 4, word // 4 % 2, which, None]
+            cute.autovec_copy(fr.split(rest), goal)
 
     def of_token(self, before, k, q, i: int):
         """Decayed k and q of the first key, then of the second."""
@@ -167,23 +183,29 @@ class KeyStage:
     ):
         """The sums over keys, and what the solution of a row needs; lane t has token t's beta."""
         T, warps = const_expr(self.s.tokens), const_expr(self.s.warps)
-        columns = const_expr(T // 2)
+        groups = const_expr(T // self.d.gram_columns)
         # warps beyond the columns have the norms, else each warp has some of both
-        spare = const_expr(warps - columns if warps > columns else warps)
+        spare = const_expr(warps - groups if warps > groups else warps)
         shared = const_expr(1 << (min(spare, T).bit_length() - 1))
         first = const_expr(warps - shared)
-        if const_expr(warps > columns):
-            if th.warp < columns:
-                self.columns(th.warp, o, th.lane)
+        warp = th.warp
+        if const_expr(self.rolled):
+            for p in cutlass.range(warp, groups, warps, unroll=1):
+                self.pair_of_columns(p, o, th.lane)
         else:
-            for p in cutlass.range(th.warp, columns, warps, unroll=1):
-                self.columns(p, o, th.lane)
+            if const_expr(warps > groups):
+                # other warps in each block: a warp's number decides which scheduler has it
+                _, head, _ = cute.arch.block_idx()
+                warp = (warp + groups * head) % warps
+            for group in cutlass.range_constexpr(groups):
+                if warp == group:
+                    self.columns(group, o, th.lane)
         if const_expr(first == 0):
-            self.norms(th.warp * (T // shared), T // shared, o, th.lane, beta, scale, use_qk_l2norm)
+            self.norms(warp * (T // shared), T // shared, o, th.lane, beta, scale, use_qk_l2norm)
         else:
-            if th.warp >= first:
+            if warp >= first:
                 self.norms(
-                    (th.warp - first) * (T // shared),
+                    (warp - first) * (T // shared),
                     T // shared,
                     o,
                     th.lane,
@@ -192,51 +214,52 @@ class KeyStage:
                     use_qk_l2norm,
                 )
 
-    def keys_of(self, source, lane):
-        """A lane's share of K values of shared memory, as fp32."""
+    def decays_of(self, o: Operands, t, lane):
+        """A lane's share of a token's decays."""
+        x = fr.registers(self.s.K // 32)
+        cute.autovec_copy(cute.local_tile(o.decays[t, None], (self.s.K // 32,), (lane,)), x)
+        return x
+
+    def keys_of(self, o: Operands, t, lane):
+        """A lane's share of a token's k and q, as fp32."""
         n = self.s.K // 32
-        x = cute.make_rmem_tensor((n,), source.element_type)
-        cute.autovec_copy(cute.local_tile(source, (n,), (lane,)), x)
-        return x if source.element_type is F32 else fr.wide(x, n)
+        source = cute.make_tensor(o.raw[t, None, None].iterator, cute.make_layout((2 * self.s.K,)))
+        x = cute.make_rmem_tensor((2 * n,), source.element_type)
+        cute.autovec_copy(cute.local_tile(source, (2 * n,), (lane,)), x)
+        y = fr.wide(x, 2 * n)
+        return tuple([y[4 * (z // 2) + 2 * which + z % 2] for z in range(n)] for which in range(2))
 
     @cute.jit
-    def columns(self, p: Int32, o: Operands, lane):
-        """A warp: columns p and T - 1 - p of both Gram matrices, 2 T sums over K.
+    def pair_of_columns(self, p: Int32, o: Operands, lane):
+        """A warp: columns p and T - 1 - p of both Gram matrices, 2 T sums over K. Few instructions, which any p has: they come from
+        memory in the time that few requests take.
 
         In T + 1 steps: column p from its diagonal down, then the other from its own. Step s gives an element of either matrix,
         but where a column starts of q's alone: there the first diagonal's has its place.
         """
         T, n = const_expr(self.s.tokens), const_expr(self.s.K // 32)
-        sums = cute.make_rmem_tensor((2 * T,), F32)
-        sums.fill(0.0)
-        x = self.keys_of(o.raw[0, p, None], lane)
-        y = self.keys_of(o.raw[1, p, None], lane)
-        first = F32(0.0)
-        for z in cutlass.range_constexpr(n):
-            first = first + x[z] * y[z]
+        sums = SharedOut(lane)
+        x, q = self.keys_of(o, p, lane)
+        first = self.product(x, q)
         for s in cutlass.range_constexpr(1, T + 1):
             starts = p == T - s
             t = cutlass.select_(p < T - s, p + s, Int32(s - 1))
-            d = self.keys_of(o.decays[t, None], lane)
-            k = self.keys_of(o.raw[0, t, None], lane)
-            q = self.keys_of(o.raw[1, t, None], lane)
-            total = F32(0.0)
-            for z in cutlass.range_constexpr(n):
-                x[z] = x[z] * d[z]
-                total = total + x[z] * k[z]
-                x[z] = cutlass.select_(starts, k[z], x[z])
-                sums[s - 1] = sums[s - 1] + x[z] * q[z]
-            sums[T + s - 1] = cutlass.select_(starts, first, total)
-        shuffles.sums_shared_out(sums, 2 * T, lane)
-        self.write_columns(p, sums[0], o, lane)
+            d = self.decays_of(o, t, lane)
+            k, q = self.keys_of(o, t, lane)
+            decayed = [x[z] * d[z] for z in range(n)]
+            sums.add(cutlass.select_(starts, first, self.product(decayed, k)))
+            x = [cutlass.select_(starts, k[z], decayed[z]) for z in range(n)]
+            sums.add(self.product(x, q))
+        (total,) = sums.totals()
+        self.write_pair(p, total, sums.number(), o, lane)
 
     @cute.jit
-    def write_columns(self, p: Int32, total: Float32, o: Operands, lane):
+    def write_pair(self, p: Int32, total: Float32, number: Int32, o: Operands, lane):
+        """The sum with a number: twice a step, of k's matrix and of q's."""
         T = const_expr(self.s.tokens)
         each = const_expr(32 // (2 * T))
-        at = lane // each
-        is_q = at < T
-        s = cutlass.select_(is_q, at, at - T) + 1
+        is_q = number % 2 == 1
+        s = number // 2 + 1
         if s == T - p and not is_q:
             # the first diagonal
             is_q = s > 0
@@ -246,6 +269,54 @@ class KeyStage:
         i = cutlass.select_(down, p, T - 1 - p)
         if lane % each == 0:
             o.gram[cutlass.select_(is_q, Int32(1), Int32(0)), t, i] = total
+
+    def columns_of(self, group: int) -> list[int]:
+        """A group's columns: p and T - 1 - p of some p, as many pairs of tokens in each group."""
+        T, groups = self.s.tokens, self.s.tokens // self.d.gram_columns
+        some = [p for p in range(T // 2) if p % (2 * groups) in (group, 2 * groups - 1 - group)]
+        return [*some, *(T - 1 - p for p in some)]
+
+    def columns(self, group: int, o: Operands, lane) -> None:
+        """A warp: some columns of both Gram matrices, a sum over K a place. Row after row, each of which is read once."""
+        columns = self.columns_of(group)
+        decayed: dict[int, Any] = {}
+        sums, places = SharedOut(lane), []
+        for t in range(min(columns), self.s.tokens):
+            k, q = self.keys_of(o, t, lane)
+            d = self.decays_of(o, t, lane) if decayed else None
+            for i, x in decayed.items():
+                decayed[i] = [a * d[z] for z, a in enumerate(x)]
+            for i, x in sorted(decayed.items()):
+                sums.add(self.product(x, k))
+                places.append((0, t, i))
+            if t in columns:
+                decayed[t] = k
+            for i, x in sorted(decayed.items()):
+                sums.add(self.product(x, q))
+                places.append((1, t, i))
+        self.write_columns(sums, places, o, lane)
+
+    def squares(self, o: Operands, t, lane):
+        """A lane's part of a token's k.k and q.q."""
+        k, q = self.keys_of(o, t, lane)
+        return self.product(k, k), self.product(q, q)
+
+    def product(self, x, y):
+        """A lane's part of x.y."""
+        total = x[0] * y[0]
+        for a, b in zip(x[1:], y[1:], strict=True):
+            total = total + a * b
+        return total
+
+    @cute.jit
+    def write_columns(self, sums: cutlass.Constexpr, places: cutlass.Constexpr, o: Operands, lane):
+        """Sums to their places (which, t, i), in the order in which they were added."""
+        N = const_expr(self.s.N)
+        at = [(which * N + t) * N + i for which, t, i in places]
+        flat = cute.make_tensor(o.gram.iterator, cute.make_layout((2 * N * N,)))
+        for total, place, there in sums.shares(at):
+            if there:
+                flat[place] = total
 
     @cute.jit
     def norms(
@@ -260,12 +331,8 @@ class KeyStage:
     ):
         """A warp: norms of tokens first to first + count - 1, a power of two."""
         sums = cute.make_rmem_tensor((2 * count,), F32)
-        sums.fill(0.0)
         for t in cutlass.range_constexpr(count):
-            for which in cutlass.range_constexpr(2):
-                y = self.keys_of(o.raw[which, first + t, None], lane)
-                for z in cutlass.range_constexpr(self.s.K // 32):
-                    sums[which * count + t] = sums[which * count + t] + y[z] * y[z]
+            sums[t], sums[count + t] = self.squares(o, first + t, lane)
         shuffles.sums_shared_out(sums, 2 * count, lane)
         # lanes of the upper half have q's
         iq, ik = self.d.norms(shuffles.bfly(sums[0], 16), sums[0], scale, use_qk_l2norm)

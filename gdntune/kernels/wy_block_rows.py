@@ -6,8 +6,9 @@ to move and multiply them stand in modules of their own: `wy_block_columns`, `wy
 `wy_block_tf32`.
 """
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32
+from cutlass import BFloat16, Float32, const_expr
 
 from gdntune.kernels import decode
 from gdntune.kernels import fragments as fr
@@ -17,7 +18,7 @@ from gdntune.kernels.wy_block_gdn import RowStage
 from gdntune.kernels.wy_block_kda import KeyStage
 from gdntune.kernels.wy_block_lines import Lines
 from gdntune.kernels.wy_block_tf32 import Tf32
-from gdntune.kernels.wy_operands import Operands, Shape
+from gdntune.kernels.wy_operands import FIRST, Operands, Shape
 
 F32, BF = Float32, BFloat16
 # of bf16, that hold a significand
@@ -39,6 +40,8 @@ class BlockRows(decode.Decode):
             knobs["registers"],
             pdl=knobs["pdl"],
         )
+        # of the Gram matrices, that a warp has (KDA)
+        self.gram_columns = knobs.get("columns", 4)
         # of u and of a decayed key, where they meet in the final state
         self.u_terms = knobs.get("terms", 2)
         # third terms of u meet the key's first and the key's third u's first, in one product
@@ -61,11 +64,12 @@ class BlockRows(decode.Decode):
             self.K,
             self.tokens,
             vec,
-            3 if self.per_k else k_terms,
+            2 if self.per_k else k_terms,
             self.u_terms if self.per_k else k_terms,
             threads,
             knobs["matrices"],
             self.tf32 is not None,
+            self.per_k and self.tf32 is None,
         )
         if self.per_k:
             self.stage = KeyStage(self, self.shape, self.update)
@@ -153,8 +157,13 @@ class BlockRows(decode.Decode):
         s, C = self.shape, self.chains
         p = fr.registers(C * s.tiles * self.octets * 4, F32, 0.0)
         bases = [s.place_a(th, a) for a in range(s.fragments)]
+        first = fr.registers(8, BF, 0.0)
         for x in range(s.products):
             states = [self.state_operands(raw, j, x) for j in range(self.octets)]
+            if s.first:
+                self.read_first(o, x, first, th)
+                for j in range(self.octets):
+                    fr.mma(fr.accumulator(p, j * 4), fr.operand_a(first), states[j][0])
             for a in range(s.fragments):
                 A = fr.registers(8, BF)
                 fr.read_matrices(o.x, bases[a] + 16 * x, A)
@@ -168,6 +177,19 @@ class BlockRows(decode.Decode):
                         )
                         fr.mma(acc, fr.operand_a(A), states[j][order])
         return p
+
+    @cute.jit
+    def read_first(self, o: Operands, x: cutlass.Constexpr, A, th):
+        """The first tokens' next term as A's registers: rows of k and of q, by the lanes that have them; the others' stay zero."""
+        if const_expr(self.shape.packed):
+            if th.g % 4 < FIRST:
+                for half in cutlass.range_constexpr(2):
+                    source = o.first[x, th.g % 4, th.c, half, th.g // 4, None]
+                    cute.autovec_copy(source, fr.pair(A, 4 * half))
+        else:
+            if th.g < FIRST:
+                source = o.first[x, th.g, th.c, None, None, None]
+                cute.autovec_copy(cute.make_tensor(source.iterator, cute.make_layout((8,))), A)
 
     def write_projections(self, p, th, sP) -> None:
         """What `project` left, to shared memory, a row of V a line."""

@@ -18,6 +18,8 @@ F32, BF = Float32, BFloat16
 PAD = 8
 # where D_(T, i) begins beside D_T, both of a head
 SPAN_DECAYS = 4
+# tokens whose operands have one term more, which see their places first
+FIRST = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Shape:
     threads: int
     in_order: bool = False
     tf32: bool = False
+    first: bool = False
 
     @property
     def packed(self) -> bool:
@@ -97,7 +100,8 @@ class Shape:
         if self.tf32:
             return 4 * self.K * 2 * self.N * 2
         # inputs have 16 bits
-        return 2 * self.stride * (self.rows + self.zero_rows) + self.tokens * self.K * (2 * 2 + 4)
+        x = 2 * self.stride * (self.rows + self.zero_rows) + 4 * self.K * FIRST * self.first
+        return x + self.tokens * self.K * (2 * 2 + 4)
 
     def matrices(self, group: int) -> int:
         """How many matrices a group is; packed, the third terms' have one a column."""
@@ -135,14 +139,17 @@ class Shape:
 class Operands:
     """A block's shared memory.
 
-    x [rows, stride] bf16: operands of the projection. keys [key_terms N, stride] bf16: what u meets in the final state; None where
+    x [rows, stride] bf16: operands of the projection. first [products, FIRST, 4, 2, 2, 2] bf16: the first tokens' next term, of each
+    product and lane c the first two keys of k and of q, then the next two (KDA). keys [key_terms N, stride] bf16: what u meets in the final state; None where
     these are rows of x. decay: fp32, D_T of each key (KDA), or D_T and then D_(T, i) of each token (GDN). gram [2, N, N] fp32:
     of pairs of tokens, F k.k, F k.q. factors [N, 4] fp32: beta / |k|, beta / |k|^2, what q is multiplied by, D_t. squares [2, N] fp32:
-    sums of squares (GDN). raw [2, T, K], as k and q came, and decays [T, K] fp32 (KDA). spare: bytes from x on that nobody reads
+    sums of squares (GDN). raw [T, K / 2, 4], of each two keys k and
+    then q as they came, and decays [T, K] fp32 (KDA). spare: bytes from x on that nobody reads
     once all warps have projected their only rows and have what hangs on pairs of tokens (KDA).
     """
 
     x: cute.Tensor
+    first: cute.Tensor | None
     keys: cute.Tensor | None
     decay: cute.Tensor | None
     gram: cute.Tensor
@@ -161,15 +168,19 @@ def matrix(rows: int, columns: int, stride: int):
 def allocate(smem, s: Shape, per_k: bool, update: bool, dtype) -> Operands:
     """The operands of a block; dtype: of k and q as they come."""
     N = s.N
-    keys = raw = decays = None
+    first = keys = raw = decays = None
     if s.tf32:
         x, keys = wy_block_tf32.allocate(smem, s.K, update)
     else:
         x = smem.allocate_tensor(BF, matrix(s.rows + s.zero_rows, s.stride, s.stride), 16)
+    if s.first:
+        shape, stride = (s.products, FIRST, 4, 2, 2, 2), (32 * FIRST, 32, 8, 4, 2, 1)
+        layout = cute.make_layout(shape, stride=stride)
+        first = smem.allocate_tensor(BF, layout, 16)
     if per_k:
-        # right behind x, with which they are spare
+        # right behind these, with which they are spare
         raw = smem.allocate_tensor(
-            dtype, cute.make_layout((2, s.tokens, s.K), stride=(s.tokens * s.K, s.K, 1)), 16
+            dtype, cute.make_layout((s.tokens, s.K // 2, 4), stride=(2 * s.K, 4, 1)), 16
         )
         decays = smem.allocate_tensor(F32, matrix(s.tokens, s.K, s.K), 16)
     if per_k and update and not s.tf32:
@@ -182,7 +193,9 @@ def allocate(smem, s: Shape, per_k: bool, update: bool, dtype) -> Operands:
     else:
         decay = smem.allocate_tensor(F32, cute.make_layout((SPAN_DECAYS + N,)), 16)
         squares = smem.allocate_tensor(F32, matrix(2, N, N), 16)
-    return Operands(x, keys, decay, gram, factors, squares, raw, decays, s.spare if per_k else 0)
+    return Operands(
+        x, first, keys, decay, gram, factors, squares, raw, decays, s.spare if per_k else 0
+    )
 
 
 @cute.jit

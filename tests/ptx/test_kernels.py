@@ -89,6 +89,28 @@ def test_a_state_of_one_token_alone(contract, knobs, builder):
 @pytest.mark.parametrize(
     ("fields", "knobs"),
     [
+        ({"tokens": 8, "mode": "frozen"}, {"columns": 8}),
+        ({"tokens": 7, "ragged": True, "K": 64}, {"columns": 2, "terms": 3}),
+        ({"tokens": 3, "K": 256}, {"rows": 16, "columns": 2, "terms": 3}),
+        ({"tokens": 16, "mode": "frozen", "input_dtype": "fp16"}, {"columns": 8}),
+        ({"tokens": 8}, {"rows": 16, "warps": 8, "threads": 256, "columns": 2, "terms": 3}),
+    ],
+    ids=("a warp has all", "ragged", "packed", "two groups", "eight warps"),
+)
+def test_products_of_pairs_of_tokens(fields, knobs, builder):
+    """However many columns of them a warp has; and of D k and D q two terms, but of the first two tokens."""
+    contract = KDA.replace(**fields)
+    truth = Truth(make_case(Problem(contract, 3, 1, 2), "cpu", 0, padding=0.3, slot_stride_pad=64))
+    case = truth.before.clone()
+    setting = wy_block_config.Knobs(**{"rows": 32, "warps": 4, **knobs})
+    made = builder.get(contract, wy_block_config.KERNEL.variant(setting))
+    call.decode(made, contract)(*case.arguments())
+    assert truth.judge(case).require().error < 0.2 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("fields", "knobs"),
+    [
         ({"tokens": 8}, {"passes": 2, "registers": 168}),
         ({"tokens": 5, "input_dtype": "fp16", "ragged": True, "K": 64}, {"registers": 128}),
         ({"tokens": 8, "gate": "log"}, {"threads": 256, "warps": 8}),

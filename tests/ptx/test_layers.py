@@ -103,6 +103,16 @@ ROWS = [
     row(Contract(**STEP, conv_window="shifted"), 3, ilp=4, share=8, group=1, beyond=1),
     # states that leave by bulk stores: of each token, of several chunks of rows, of both
     row(Contract(norm="silu", **SLOTS), 2, tile_v=64, row=True, stores="bulkfirst", pdl="first"),
+    row(
+        Contract(norm="silu", **SLOTS),
+        3,
+        tile_v=64,
+        fence=True,
+        row=True,
+        stores="bulkfirst",
+        pdl="state",
+        beyond=1,
+    ),
     row(Contract(**STEP, state_dtype="fp32"), 3, ilp=4, vec=4, share=2, stores="bulkfirst"),
     row(RAGGED, 3, LENGTHS, ilp=4, copied=True, ahead=2, stores="bulk"),
     row(
