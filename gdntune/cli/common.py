@@ -201,6 +201,12 @@ def devices_of(
     from gdntune.device import arch
 
     shared = indices(devices, executor)
+    if index and (kind or config.device) == "cpu":
+        raise UnsupportedProblem(f"--index {index} on a CPU: expected none, there is one CPU")
+    if index and shared:
+        raise UnsupportedProblem(
+            f"--index {index} with --devices {devices}: expected one of them, both name the devices"
+        )
     return shared, arch.detect(kind or config.device, shared[0] if shared else index)  # type: ignore[arg-type]
 
 

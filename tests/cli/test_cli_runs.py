@@ -47,6 +47,16 @@ def test_cuda_that_is_not_there(monkeypatch, tmp_path):
     assert refused(run("sweep", "card", "--device", "cuda", "--dry-run"), "torch finds none", said)
 
 
+@pytest.mark.parametrize("command", ["sweep", "bench"])
+def test_a_device_that_is_named_twice_or_is_none(command, tmp_path):
+    """Fault: --index was ignored on a CPU, and beside --devices."""
+    made, out = config(tmp_path), ("--out", tmp_path / "out")
+    assert refused(run(command, made, "--index", "1", *out), "--index 1 on a CPU: expected none")
+    both = ("--device", "cuda", "--index", "1", "--devices", "0,1")
+    assert refused(run(command, made, *both, *out), "--index 1 with --devices 0,1: expected one of")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_timer_that_the_device_cannot_have(tmp_path):
     """CUPTI on a CPU is refused before anything is written."""
     result = spawn("sweep", config(tmp_path), "--timer", "cupti", "--out", tmp_path / "out")
