@@ -91,7 +91,7 @@ def document(
     for source in sources:
         title = f"{WITHOUT_LAUNCH} of {source.name}" if len(sources) > 1 else WITHOUT_LAUNCH
         if source.table:
-            sections.append(without_launch(source.table, title))
+            sections.append(without_launch(source.table, title, letters))
     sections += _differences(sources, chosen, letters)
     sections += more
     sections.append(Section("How to read the tables", tuple(reading(sources, chosen)), detail=True))

@@ -1,6 +1,6 @@
 """A dispatch table as a document, for people to look through."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -139,9 +139,9 @@ def launch_gains(table: Table) -> list[tuple[Rule, int, float]]:
     return found
 
 
-def without_launch(table: Table, title: str) -> Section:
+def without_launch(table: Table, title: str, letters: Mapping[str, str]) -> Section:
     """A table for each rule that has a choice for calls without dependent launch; nothing where
-    none has.
+    none has. letters: short names of variants, as the report's other tables have them.
     """
     gains = {(rule.when, n): gain for rule, n, gain in launch_gains(table)}
     blocks: list[Block] = []
@@ -149,7 +149,7 @@ def without_launch(table: Table, title: str) -> Section:
         rows = tuple(
             (
                 f"{i.first}" if n == 0 else "",
-                i.variant if n == 0 else "",
+                letters[i.variant] if n == 0 else "",
                 str(e.work_units),
                 number(e.time_us),
                 f"{100 * e.regret:.1f}",
@@ -163,6 +163,8 @@ def without_launch(table: Table, title: str) -> Section:
         if rows:
             headers = ("from", "variant", "measured at", "us", "regret %", "over with")
             blocks.append(Grid(_title(rule), headers, rows, left=2))
+            named = dict.fromkeys(i.variant for i in rule.alone or ())
+            blocks.append(Bullets(tuple(f"{letters[name]}: `{name}`" for name in named)))
     if blocks:
         blocks.insert(
             0,
