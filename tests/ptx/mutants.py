@@ -35,6 +35,7 @@ SPLIT = Base("recurrent", Contract("kda_decode", 3, gate="softplus", layout="v_l
 WY = Base("wy", Contract(tokens=8))
 BLOCK = Base("wy_block", Contract(tokens=8))
 BLOCK_KDA = Base("wy_block", Contract("kda_decode", 4, gate="softplus", K=64))
+PAIRS = Base("wy_block", Contract("kda_decode", 8, gate="softplus", K=64), (("columns", 2),))
 TF32 = Base(
     "wy_block",
     Contract("kda_decode", 8, gate="softplus", K=64, state_dtype="fp32"),
@@ -79,6 +80,9 @@ def _replaced(pattern: str, new: str, which: int | None = None) -> Edit:
 def _dropped(pattern: str, which: int) -> Edit:
     """Leaves an instruction out."""
     return _replaced(rf"(?m)^\s*(?:@!?%p\d+\s+)?{pattern}[^;]*;", "", which)
+
+
+_to_other_lanes = _replaced(r"(shfl\.sync\.bfly\.b32\s[^;]*), 16,", r"\1, 8,", 0)
 
 
 def _scalar(n: int, kind: str = "b32") -> Callable[[str], str]:
@@ -227,6 +231,8 @@ MUTANTS = [
     Mutant("no barrier after the staging", BLOCK_KDA, _dropped(r"bar\.sync", 0)),
     Mutant("projections over operands that others read", BLOCK_KDA, _dropped(r"bar\.sync", 1)),
     Mutant("decays in bf16", BLOCK_KDA, _in_bf16),
+    Mutant("sums of pairs of tokens are given to other lanes", BLOCK_KDA, _to_other_lanes),
+    Mutant("the same, of pairs in a loop", PAIRS, _to_other_lanes),
     Mutant(
         "what TF32 lacks is left out",
         TF32,
