@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from gdntune import sol
+from gdntune.device.arch import Device
 from gdntune.errors import ConfigError, JournalError, listed
 from gdntune.problem import Contract, Problem
 from gdntune.results import workload
@@ -148,6 +150,17 @@ def effort(config: Config, problem: Problem) -> Search:
     return msgspec.structs.replace(
         search, final_rounds=rounds, max_cell_seconds=min(longer * search.max_cell_seconds, 86400.0)
     )
+
+
+def too_large(problem: Problem, device: Device) -> str:
+    """Why a cell does not fit a device's memory; empty where it does, or where the device does not
+    say how much it has.
+    """
+    states = sol.state_bytes(problem)
+    if not 0 < device.memory_bytes < states:
+        return ""
+    memory = device.memory_bytes / 2**30
+    return f"its states take {states / 2**30:.1f} GiB of the device's {memory:.1f}"
 
 
 def fresh_rounds(search: Search) -> int:

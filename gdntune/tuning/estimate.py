@@ -45,7 +45,8 @@ _UNITS = ((24 * 60, "day"), (60, "hour"), (1, "minute"))
 
 class Estimate(msgspec.Struct, frozen=True):
     """A sweep's size. missing: objects that the store has not. minutes: expected; the cells that
-    `bisect` adds are not in it.
+    `bisect` adds are not in it. too_large: cells whose states are more than the device's memory,
+    which will fail; they are among the cells.
     """
 
     cells: int
@@ -54,6 +55,7 @@ class Estimate(msgspec.Struct, frozen=True):
     objects: int
     missing: int
     minutes: float
+    too_large: int = 0
 
     def words(self) -> str:
         """One line for the terminal."""
@@ -66,10 +68,12 @@ class Estimate(msgspec.Struct, frozen=True):
             if self.minutes <= 0.5
             else f"about {counted(max(1, round(self.minutes / size)), unit)}"
         )
+        lost = counted(self.too_large, "cell")
         return (
             f"{counted(self.cells, 'cell')} of {counted(self.contracts, 'contract')},"
             f" {counted(self.variants, 'variant')}, {counted(self.objects, 'object')}"
             f" ({self.missing} to compile): {about}"
+            + (f"; {lost} will fail, with states beyond its memory" if self.too_large else "")
         )
 
 
@@ -90,11 +94,12 @@ def estimate(
     objects = plan.objects()
     missing = [spec for spec, _ in objects if store.find(spec) is None]
     problems = [*plan.problems, *cells.held_out(config, ())]
+    fitting = [p for p in problems if not cells.too_large(p, device)]
     kind = device.kind
     checks = sum(map(len, plan.tried.values()))
     compiling = sum(_OBJECT_S[kernels.get(spec.kernel).role] for spec in missing)
     timing = 0.0
-    for p in problems:
+    for p in fitting:
         tried = plan.tried[p.contract], plan.floors[p.contract]
         timing += cell_s(config, p, device, *tried, plan.l2) + again_s(
             config, p, device, *tried, plan.l2
@@ -108,6 +113,7 @@ def estimate(
         len(objects),
         len(missing),
         round(seconds / 60, 2),
+        len(problems) - len(fitting),
     )
 
 

@@ -359,12 +359,8 @@ class _Run:
             device=plan.device,
         )
         reason = "" if variants else "no variant compiled and passed its check"
-        # 0: a system that does not say. Refused here, since running out of memory takes a process.
-        if 0 < plan.device.memory_bytes < (states := sol.state_bytes(problem)):
-            reason = (
-                f"its states take {states / 2**30:.1f} GiB of the device's"
-                f" {plan.device.memory_bytes / 2**30:.1f}"
-            )
+        # Refused here, since running out of memory takes a process.
+        reason = cells.too_large(problem, plan.device) or reason
         if reason:
             return lambda worker: [asked.cell(worker, "failed", reason=reason)]
         return partial(attempts.time, job=asked)

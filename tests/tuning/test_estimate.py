@@ -87,6 +87,19 @@ def test_the_quickstart_is_quick(l2_mib, minutes, tmp_path):
     assert found.missing == found.objects and found.minutes < minutes
 
 
+def test_cells_beyond_the_memory_are_said_before(tmp_path):
+    """Fault: a dry run counted them, with hours for each; the sweep refuses them at once."""
+    wanted = config.load(ROOT / "configs" / "quickstart.yaml")
+    cpu = arch.Device("cpu", "CPU", "x86_64-avx512", 2, 32 << 20, 24 << 30)
+    found = estimate.estimate(wanted, cpu, Store(tmp_path), jobs=2)
+    search = msgspec.structs.replace(wanted, batch=(*wanted.batch, 99999999))
+    more = estimate.estimate(search, cpu, Store(tmp_path), jobs=2)
+    assert (found.too_large, more.minutes) == (0, found.minutes)
+    assert more.too_large == more.cells - found.cells > 0
+    lost = f"{more.too_large} cell{'s' * (more.too_large > 1)} will fail, with states beyond its memory"
+    assert more.words().endswith(lost)
+
+
 @pytest.mark.parametrize(
     ("minutes", "said"),
     [
