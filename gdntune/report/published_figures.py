@@ -41,7 +41,7 @@ SEVERAL = "bench-several.jsonl.xz"
 STEPS = {
     "bench-layer.jsonl.xz": "in a chain of layers",
     "bench-layer.kda.jsonl.xz": "in a chain of layers, KDA again",
-    "bench-layer.kda.alone.jsonl.xz": "in a chain of layers, KDA without dependent launch",
+    "bench-layer.kda.alone.jsonl.xz": "in a chain of layers, without dependent launch",
     "bench-layer.cold.jsonl.xz": "alone, cold L2",
     "bench-layer.kda.cold.jsonl.xz": "alone, cold L2, KDA again",
 }
