@@ -49,7 +49,8 @@ def compile_(
     table: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Compile just what this table can choose for the config's contracts; one an op."
+            help="Compile just what this table can choose for the config's contracts; may be"
+            " repeated, with one table for each op."
         ),
     ] = None,
     of_bench: Annotated[
@@ -64,8 +65,8 @@ def compile_(
         bool | None,
         typer.Option(
             "--dependent-launch/--no-dependent-launch",
-            help="With --table: also what calls with dependent_launch=True take. With --bench: as"
-            " of `gdntune bench`.",
+            help="With --table: also what calls with dependent_launch=True take. With --bench: what"
+            " `gdntune bench` needs when it is given the same.",
         ),
     ] = None,
     bundle: Annotated[
@@ -95,8 +96,11 @@ def compile_(
     # Before minutes of compiling, which a file at that place would make worthless.
     if bundle and (fault := no_folder(bundle)):
         raise UnsupportedProblem(f"--bundle {bundle}: {fault}; choose another place")
-    if dependent and not (table or of_bench):
-        raise UnsupportedProblem("--dependent-launch without --table or --bench: expected one")
+    if dependent is not None and not (table or of_bench):
+        name = "--dependent-launch" if dependent else "--no-dependent-launch"
+        raise UnsupportedProblem(
+            f"{name} without --table or --bench: expected one, a sweep's objects are of both kinds"
+        )
 
     def needs(config: "Config") -> "list[tuple[ObjectSpec, str]]":
         return _objects(config, device, table, of_bench, dependent)

@@ -250,8 +250,8 @@ def bench(
         bool | None,
         typer.Option(
             "--dependent-launch/--no-dependent-launch",
-            help="Time what calls with dependent_launch=True get, or those without. Default: under"
-            " chain what the table chose, else without.",
+            help="Time what calls with dependent_launch=True get, or what calls without it get."
+            " Default: under chain what the table chose, else what calls without it get.",
         ),
     ] = None,
     device: DeviceKind = None,

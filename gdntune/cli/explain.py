@@ -50,8 +50,8 @@ def explain(
     gate: Annotated[
         Literal["raw", "log", "softplus", "lower_bound"] | None,
         typer.Option(
-            help="How the decay is given; by default raw (GDN) or softplus (KDA); log: the log"
-            " decay itself."
+            help="How the decay is given; by default raw (GDN) or softplus (KDA); log: as the"
+            " decay's logarithm."
         ),
     ] = None,
     beta: Annotated[
@@ -86,7 +86,8 @@ def explain(
     dependent_launch: Annotated[
         bool,
         typer.Option(
-            "--dependent-launch/--no-dependent-launch", help="What the call gives for it."
+            "--dependent-launch/--no-dependent-launch",
+            help="Whether the call is made with dependent_launch=True.",
         ),
     ] = False,
     device: Annotated[
@@ -122,7 +123,7 @@ def explain(
         layout=layout,
         state_dtype=state_dtype,
         input_dtype=input_dtype,
-        gate=gate or GATES[kind][0],  # type: ignore[arg-type]
+        gate=gate or ("raw" if kind == "gdn_decode" else "softplus"),
         beta=beta,
         mode=mode,
         intermediate=intermediate,

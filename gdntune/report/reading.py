@@ -6,11 +6,12 @@ import dataclasses
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from gdntune.device import arch
 from gdntune.kernels import KERNELS
+from gdntune.kernels.spec import Variant
 from gdntune.report import peers
 from gdntune.report.document import Block, Bullets, Code, Grid, Text
 from gdntune.results.records import Run, Trial, made_by
@@ -92,16 +93,26 @@ def reading(sources: Sequence[LoadedRun], chosen: "pd.DataFrame") -> Iterator[Bl
 
 
 def knobs(sources: Sequence[LoadedRun], chosen: "pd.DataFrame") -> Iterator[Block]:
-    """What the parts of the choices' ids mean: of each kernel that is installed, the knobs that the
+    """What the parts of the choices' ids mean, see `knobs_of`."""
+    ids = set(chosen["variant"])
+    yield from knobs_of(
+        {
+            r.variant
+            for s in sources
+            for r in s.records
+            if isinstance(r, Trial) and r.variant.id in ids
+        }
+    )
+
+
+def knobs_of(variants: Iterable[Variant]) -> Iterator[Block]:
+    """What the parts of variants' ids mean: of each kernel that is installed, the knobs that the
     ids name.
     """
-    ids, named = set(chosen["variant"]), dict[str, set[str]]()
-    for variant in {
-        r.variant
-        for s in sources
-        for r in s.records
-        if isinstance(r, Trial) and r.variant.id in ids and r.variant.kernel in KERNELS
-    }:
+    named = dict[str, set[str]]()
+    for variant in variants:
+        if variant.kernel not in KERNELS:
+            continue
         defaults = {f.name: f.default for f in dataclasses.fields(KERNELS[variant.kernel].knobs)}
         said = {n for n, x in variant.knobs.items() if n in defaults and x != defaults[n]}
         named.setdefault(variant.kernel, set()).update(said)

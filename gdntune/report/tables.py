@@ -6,11 +6,17 @@ import msgspec
 
 from gdntune.errors import counted
 from gdntune.report.document import Block, Bullets, Document, Grid, Section, Text
+from gdntune.report.reading import knobs_of
 from gdntune.report.words import MISSING, contract_words, number, ratio
 from gdntune.results.records import policy_words
 from gdntune.results.table import Interval, Origin, Rule, Table, noise_words
 
 WITHOUT_LAUNCH = "Calls without dependent launch"
+_APART = (
+    f"{WITHOUT_LAUNCH}, which is the default, take the intervals under that heading; calls with"
+    " dependent_launch=True take those above it. Where a rule has no such heading, both take its"
+    " intervals, each in its own form."
+)
 
 
 def _mean_words(origin: Origin) -> str:
@@ -25,7 +31,7 @@ def table_document(table: Table, source: str, stale: Sequence[str] = ()) -> Docu
     device, origin = table.device, table.evidence
     facts = [
         f"Device: {device.name} ({device.arch}).",
-        f"Policy: {policy_words(table.policy)}.",
+        f"Policy: {policy_words(table.policy)}{_others(table)}.",
         (
             f"From {origin.config}, {origin.started}: {counted(origin.cells, 'cell')},"
             f" {counted(origin.trials, 'trial')},"
@@ -75,12 +81,26 @@ def table_document(table: Table, source: str, stale: Sequence[str] = ()) -> Docu
                         " DRAM's peak bandwidth.",
                         "Regret %: how much longer the variant's mean is than the best mean"
                         " measured there.",
+                        *([_APART] if any(rule.alone for rule in table.rules) else []),
                     )
                 ),
             ),
         )
     )
+    ids = tuple(knobs_of(table.variant(name) for name in table.variants))
+    if ids:
+        sections.append(Section("What variants' ids say", ids))
     return Document(source, tuple(sections))
+
+
+def _others(table: Table) -> str:
+    """That rules have other policies than the table's, where some do."""
+    others = sum(table.policy_of(rule) != table.policy for rule in table.rules)
+    if not others:
+        return ""
+    return (
+        f"; {others} of {counted(len(table.rules), 'rule')} by another, which their heading names"
+    )
 
 
 def _title(rule: Rule) -> str:

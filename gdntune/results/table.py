@@ -238,11 +238,13 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         seen = min(
             interval.evidence, key=lambda e: abs(math.log(e.work_units / work_units)), default=None
         )
-        reason = (
-            f"the nearest rule, which differs in {listed(differs)}"
-            if differs
-            else "the contract's own rule"
-        )
+        slight = [n for n in _INDIFFERENT if getattr(contract, n) != getattr(rule.when, n)]
+        if differs:
+            reason = f"the nearest rule, which differs in {listed(differs)}"
+        elif slight:
+            reason = f"the rule of this contract with other {listed(slight)}, which hardly matters"
+        else:
+            reason = "the contract's own rule"
         if not dependent_launch and rule.alone:
             reason += ", its choice for calls without dependent launch"
         return {

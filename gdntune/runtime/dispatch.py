@@ -327,7 +327,7 @@ def launched(contract: Contract, choice: Choice, dependent: bool) -> Choice:
     said = "with" if dependent else "without"
     return choice._replace(
         variant=other,
-        why=f"{choice.why}; that is of {choice.variant.id}, called in its form {said} dependent"
+        why=f"{choice.why}; the choice is {choice.variant.id}, called in its form {said} dependent"
         " launch",
     )
 

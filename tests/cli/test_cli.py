@@ -169,6 +169,10 @@ def test_malformed_journal(tmp_path):
         (["explain", "--work-units", "8", "--gate", "softplus"], "expected one of raw, log"),
         (["report", "/nowhere"], "expected a sweep's folder"),
         (["compile", "quickstart", "--arch", "sm_1"], "sm_90a"),
+        (
+            ["compile", "quickstart", "--arch", "cpu", "--no-dependent-launch"],
+            "--no-dependent-launch without --table or --bench",
+        ),
         (["replay", "/nowhere"], "expected a sweep's folder"),
         (["judge", "/nowhere"], "expected a sweep's folder"),
         (["judge", "a", "b", "--share", "0.25"], "expected TABLE JOURNAL, JOURNAL alone"),

@@ -317,7 +317,8 @@ def test_what_calls_without_dependent_launch_take(tmp_path):
     letter = re.search(r"^- ([A-Z]): `d`$", text, re.M)[1]
     assert re.search(rf"\| 1 +\| {letter} +\| +8 \| +8.10 \| +0.0 \| +1.04 \|", text), text
     shown = markdown(table_document(made.sources[0].table, "t"))
-    assert shown.count("| d ") == 2 and "Calls without dependent launch" in shown
+    assert shown.count("| d ") == 2 and shown.count("Calls without dependent launch") == 2
+    assert "without dependent launch, which is the default, take the intervals under" in shown
     older = msgspec.structs.replace(dependent.RUN, alone=msgspec.UNSET)
     bare = report([synthetic.write(tmp_path / "older", older, dependent.swept())])
     assert "ithout dependent launch" not in bare.markdown()

@@ -210,7 +210,10 @@ def test_a_layers_step_is_of_a_chain(tmp_path):
     jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text())).validate(
         json.loads((tmp_path / "t.json").read_text())
     )
-    assert "measured under l2 chain, timer graph" in repr(table_document(t, "t"))
+    shown = repr(table_document(t, "t"))
+    assert "measured under l2 chain, timer graph" in shown
+    assert f"; 1 of {len(t.rules)} rules by another, which their heading names." in shown
+    assert "by another" not in repr(table_document(A, "t"))
     again = merge.merge(steps, A)
     assert again.policy == chain and again.policy_of(again.find(ONE, 8)[0]) == A.policy
     assert merge.merge(t, made((FOUR, 8, "a"))).policy_of(t.find(step, 8)[0]) == chain

@@ -349,6 +349,10 @@ def test_explain_says_what_and_why():
     )
     assert "at the nearest measured cell (8 work units) its median is" in t.explain(Contract(), 20)["reason"]
 
+    slight = t.explain(Contract(gate_dtype="fp32", beta="given"), 64)
+    assert slight["match"] == "exact" and slight["reason"].startswith(
+        "the rule of this contract with other gate_dtype, beta, which hardly matters; at 64"
+    )
     near = t.explain(Contract(tokens=5, mode="frozen"), 7)
     assert (near["match"], near["evidence"]) == ("nearest", None)
     assert near["differs"] == {"mode": {"asked": "frozen", "rule": "update"}, "tokens": {"asked": 5, "rule": 4}}

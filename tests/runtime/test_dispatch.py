@@ -365,7 +365,7 @@ def test_calls_without_dependent_launch_have_their_own_choice(tmp_path):
     runtime.use(bare.path)
     assert called(False) == [(1, bare.plain[0]), (64, bare.plain[1])] and called(True) == both
     assert runtime.choices(made_contract, False)[0].why.endswith(
-        f"; that is of {bare.early[0].id}, called in its form without dependent launch"
+        f"; the choice is {bare.early[0].id}, called in its form without dependent launch"
     )
 
 
@@ -387,7 +387,7 @@ def test_explained_is_what_a_call_gets(tmp_path):
     said = explanation(contract, 100, bare.path)
     assert said["variant"] == bare.plain[1].id and said["knobs"]["pdl"] == "none"
     assert said["reason"].endswith(
-        f"; that is of {bare.early[1].id}, called in its form without dependent launch"
+        f"; the choice is {bare.early[1].id}, called in its form without dependent launch"
     )
     on_cpu = gdntune.explain(CONTRACT, 64, "cpu")
     assert on_cpu["otherwise"] is None and on_cpu["dependent_launch"] is False
