@@ -53,7 +53,9 @@ def _below(ours: Sequence[list[float]], floors: Sequence[list[float]]) -> str:
     best, floor = (min(summary(us).median_us for us in of) for of in (ours, floors))
     if best >= (1 - BELOW_FLOOR) * floor or floor - best <= CUPTI_STEP_US:
         return ""
-    return f"the best kernel takes {best / floor:.2f} of its floor ({best:.3g} of {floor:.3g} us)"
+    # Three digits, and no exponent: 6770, not 6.77e+03.
+    times = " of ".join(f"{float(f'{us:.3g}'):g}" for us in (best, floor))
+    return f"the best kernel takes {best / floor:.2f} of its floor ({times} us)"
 
 
 def _spread(samples: Sequence[list[float]], whose: str) -> str:

@@ -58,6 +58,12 @@ def test_what_nobody_could_believe(ours, reason):
     assert found == reason if not reason else reason in found
 
 
+def test_milliseconds_have_no_exponent():
+    """Fault: a slow cell's reason said 6.77e+03 of 7.83e+03 us."""
+    slow = [TimedVariant(None, role, [], [us] * 8) for role, us in (("decode", 6768.4), ("floor", 7834.0))]  # fmt: skip
+    assert "0.86 of its floor (6770 of 7830 us)" in noise.noise(H100, slow)
+
+
 def test_a_peer_whose_samples_lie_apart():
     """Fault: a peer's time was 4 us in half of the samples and 54 in the others, and no word said
     so.
