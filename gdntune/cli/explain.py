@@ -110,6 +110,13 @@ def explain(
         raise UnsupportedProblem(
             "--work-units with --B or --HV: give one or the other, work units are B*HV"
         )
+    if index and (table_path or device == "cpu"):
+        beside = f"--table {table_path}" if table_path else "--device cpu"
+        raise UnsupportedProblem(f"--index {index} with {beside}: leave --index out, it asks a GPU")
+    if dependent_launch and op == "verify":
+        raise UnsupportedProblem(
+            "--dependent-launch with --op verify: leave it out, the ways are of calls without it"
+        )
     kind: Literal["gdn_decode", "kda_decode"] = "gdn_decode"
     if op != "verify":
         kind = op

@@ -167,6 +167,18 @@ def test_malformed_journal(tmp_path):
         (["explain", "--work-units", "0", "--device", "cpu"], "expected an integer from 1"),
         (["explain", "--work-units", "8", "--tokens", "99"], "expected 1 to"),
         (["explain", "--work-units", "8", "--gate", "softplus"], "expected one of raw, log"),
+        (
+            ["explain", "--work-units", "8", "--device", "cpu", "--index", "1"],
+            "--index 1 with --device cpu: leave --index out",
+        ),
+        (
+            ["explain", "--work-units", "8", "--table", "t.json", "--index", "1"],
+            "--index 1 with --table t.json: leave --index out",
+        ),
+        (
+            ["explain", "--work-units", "8", "--op", "verify", "--dependent-launch"],
+            "--dependent-launch with --op verify: leave it out",
+        ),
         (["report", "/nowhere"], "expected a sweep's folder"),
         (["compile", "quickstart", "--arch", "sm_1"], "sm_90a"),
         (
