@@ -16,6 +16,9 @@ from gdntune.errors import UnsupportedProblem
 
 explaining = Program()
 
+# of drafts, where nothing else is said
+ACCEPT_RATE, LAYERS = 0.7, 36
+
 
 @explaining.command()
 @refusing
@@ -32,9 +35,16 @@ def explain(
     ] = "gdn_decode",
     tokens: Annotated[int, typer.Option(help="T, tokens a request and call.")] = 1,
     accept_rate: Annotated[
-        float, typer.Option(help="verify: chance that a draft is accepted if the one before was.")
-    ] = 0.7,
-    layers: Annotated[int, typer.Option(help="verify: layers that one commit serves.")] = 36,
+        float | None,
+        typer.Option(
+            help="verify: chance that a draft is accepted if the one before was.",
+            show_default=f"{ACCEPT_RATE}",
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="verify: layers that one commit serves.", show_default=f"{LAYERS}"),
+    ] = None,
     K: Annotated[int, typer.Option("--K", help="Key head size.")] = 128,
     V: Annotated[int, typer.Option("--V", help="Value head size.")] = 128,
     layout: Annotated[
@@ -117,6 +127,9 @@ def explain(
         raise UnsupportedProblem(
             "--dependent-launch with --op verify: leave it out, the ways are of calls without it"
         )
+    if op != "verify" and (accept_rate is not None or layers is not None):
+        given = "--layers" if accept_rate is None else "--accept-rate"
+        raise UnsupportedProblem(f"{given} with --op {op}: expected --op verify, or leave it out")
     kind: Literal["gdn_decode", "kda_decode"] = "gdn_decode"
     if op != "verify":
         kind = op
@@ -143,7 +156,14 @@ def explain(
     check_contract(contract)
     if op == "verify":
         _explain_verify(
-            contract, work_units, accept_rate, layers, table_path, device, index, as_json
+            contract,
+            work_units,
+            ACCEPT_RATE if accept_rate is None else accept_rate,
+            LAYERS if layers is None else layers,
+            table_path,
+            device,
+            index,
+            as_json,
         )
         return
     said = explanation(contract, work_units, table_path, device, index, dependent_launch)

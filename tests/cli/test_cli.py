@@ -176,6 +176,11 @@ def test_malformed_journal(tmp_path):
             "--index 1 with --table t.json: leave --index out",
         ),
         (
+            ["explain", "--work-units", "8", "--accept-rate", "0.5"],
+            "--accept-rate with --op gdn_decode: expected --op verify",
+        ),
+        (["explain", "--work-units", "8", "--layers", "3"], "--layers with --op gdn_decode"),
+        (
             ["explain", "--work-units", "8", "--op", "verify", "--dependent-launch"],
             "--dependent-launch with --op verify: leave it out",
         ),
