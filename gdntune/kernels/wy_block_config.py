@@ -304,7 +304,7 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
 
 def _columns(c: Contract) -> tuple[int, ...]:
     """Up to four tokens two columns a warp are the fastest, by 0 to 8%. Of eight tokens four are from 16
-    requests on (32 heads), by up to 6%, two with fewer, by up to 9%; eight columns are nowhere (H200,
+    requests on (32 heads), by up to 6%, two with fewer, by up to 8%; eight columns are nowhere (H200,
     2026-11-30, docs/measured.md).
     """
     return (2,) if c.tokens <= 4 else (4, 2)

@@ -30,9 +30,11 @@ def explanation(
     """
     table.check_work_units(work_units)
 
+    given = None if table_path is None else table.load(table_path)
+
     def of(allowed: bool) -> dict[str, Any]:
-        if table_path is not None:
-            return _by_table(contract, work_units, table_path, allowed)
+        if table_path is not None and given is not None:
+            return _by_table(contract, work_units, given, table_path, allowed)
         return _in_use(contract, work_units, kind, index, allowed)
 
     said, other = of(dependent_launch), of(not dependent_launch)
@@ -44,10 +46,9 @@ def explanation(
 
 
 def _by_table(
-    contract: Contract, work_units: int, path: Path, dependent_launch: bool
+    contract: Contract, work_units: int, found: table.Table, path: Path, dependent_launch: bool
 ) -> dict[str, Any]:
     """By a table that was given, whatever device is at hand."""
-    found = table.load(path)
     kernels.check_names(map(found.variant, found.variants), str(path))
     said = _said(found, contract, work_units, found.device, dependent_launch)
     return {**said, "table": str(path), "origin": "given", "warnings": _stale(found)}
