@@ -431,8 +431,9 @@ _SEVERAL_SENT = (
     _Form(128, 8, 64, sent=True, stores="first"),
     _Form(256, 4, ahead=2, sent=True),
 )
-# Where no convolution's barrier stands ahead of what waits for the tokens: the norm alone, B=64, 175.4
-# us where 178.0 had won (H200, a chain, HV=64, bf16); at B=1 and 16 those without a fence lead by 1%.
+# Where no convolution's barrier stands ahead of what waits for the tokens: the norm alone, B=64, 175.2
+# us, 175.8 without the fence (H200, a chain, HV=64, bf16; 178.0 before, `beyond=256`); a tie at B=8
+# and 16, and others lead by 2% and more below.
 _SEVERAL_FENCED = (
     _Form(128, 8, 64, stores="bulkfirst", beyond=192, fence=True),
     _Form(128, 8, 64, stores="bulkfirst", fence=True),
