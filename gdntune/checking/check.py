@@ -423,6 +423,9 @@ def recipes(contract: Contract, thorough: bool = False) -> Iterator[tuple[Proble
             "norm_eps": 0.1,
         },
     )
+    if c.ragged:
+        # not a token, nor a row of one: a state is carried to its slot all the same
+        yield Problem(c, 3, 1, 2), {**pool, "lengths": [0] * 3}
     if c.ring:
         # as a fold without tokens is asked for
         yield Problem(c, 3, 1, 2), {"flush_min": 0, "append": False, "split": True}

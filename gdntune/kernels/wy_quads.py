@@ -193,16 +193,20 @@ class WYQuads(decode.Decode):
         )
         # Loads do not move across this; without it the compiler sinks them below the branch.
         cute.arch.sync_warp()
-        # Always, and so below: ptxas moves what is not behind a branch before loads, and waits there for what an earlier load gives.
-        if sizes.tokens > 0:
+        # Both are positive: ptxas moves what is not behind a branch before loads, and waits there for what an earlier load gives. But a
+        # ragged call may have no token at all. Where its states are copied, or a kernel is waited for, the slots are asked about first:
+        # behind `length > 0` there are tokens.
+        first, second = sizes.tokens, sizes.slots
+        if const_expr(self.ragged and (self.update or self.pdl == "state")):
+            first, second = second, first
+        if first > 0:
             slot = self.start_of(asked, n, call.slot_index, sizes.columns)
             live, writes = self.named(slot, asked.write_slot, sizes.slots, options.null_index)
             row, keeps = self.kept_row(n, live, call.slot_index, sizes.rows, options.null_index)
             # widened again where it is used: until then it takes one register
             at = Int32(row)
-            # a request without tokens: what is read for it below is another's, and its final state alone is written
-            empty = const_expr(self.ragged and self.update)
-            if const_expr(self.ragged and not self.update):
+            starts = live
+            if const_expr(self.ragged):
                 live = live and length > 0
             if live:
                 rs = fr.registers(self.K // QUAD, self.state_dtype)
@@ -215,8 +219,6 @@ class WYQuads(decode.Decode):
                     # Lanes of tokens that are none read the last one's: a branch here would wait for what it reads.
                     mine = cutlass.min(t0 + cutlass.min(c, length - 1), sizes.tokens - 1)
                     yours = cutlass.min(t0 + cutlass.min(g >> 1, length - 1), sizes.tokens - 1)
-                    if const_expr(empty):
-                        mine, yours = cutlass.max(mine, 0), cutlass.max(yours, 0)
                     width = const_expr(call.k.element_type.width // 8)
                     place = (
                         base
@@ -235,13 +237,8 @@ class WYQuads(decode.Decode):
                         cute.arch.sync_threads()
                     else:
                         cute.arch.sync_warp()
-                    # always
-                    if sizes.slots > 0:
-                        if const_expr(empty):
-                            for x in (rx, rk):
-                                words = cute.recast_tensor(x, Int32)
-                                for i in cutlass.range_constexpr(cute.size(words)):
-                                    words[i] = cutlass.select_(length > 0, words[i], Int32(0))
+                    # always, as above
+                    if second > 0:
                         decay = self.decay_of(ra.to(F32), A, bias, options)
                         beta = self.beta_of(rb, options.beta_scale)
                         token = c < length
@@ -315,6 +312,17 @@ class WYQuads(decode.Decode):
             else:
                 self.await_producer("state")
                 self.zero_rows(call.output, ni, t0, length, hv, vt * self.tile_v, tid)
+                if const_expr(self.ragged and self.update):
+                    # a request without tokens: its start state is its final one
+                    if starts and writes:
+                        raw = fr.registers(self.each * VEC, self.state_dtype)
+                        source = call.state[Int64(slot), hv, row0, None]
+                        self.read_row(source, raw, part, c, self.each)
+                        line = call.state[Int64(asked.write_slot), hv, row0, None]
+                        for r in cutlass.range_constexpr(self.each):
+                            piece = cute.local_tile(raw, (VEC,), (r,))
+                            run = self.run_of(part, r) * QUAD + c
+                            cute.autovec_copy(piece, cute.local_tile(line, (VEC,), (run,)))
 
 
 def compile(facts: dict, knobs: dict, options: str, prefix: str):

@@ -27,7 +27,7 @@ Function = Callable[..., Array]
 
 # Parts of a name that say how to round or what to flush, which numpy does by itself, or which
 # change nothing that can be seen here.
-_MANNERS = {"rn", "ftz", "approx", "full", "lo", "sat", "NaN", "xorsign", "uni", "relu"}
+_MANNERS = {"rn", "ftz", "approx", "full", "lo", "sat", "NaN", "xorsign", "uni"}
 
 FLOATS: dict[str, Function] = {
     "add": np.add,
@@ -253,6 +253,8 @@ def computation(i: Instruction) -> tuple[str, tuple[str, ...], Function] | None:
         f = _flushing(f, kind) if "ftz" in i.parts else f
         return kind, (kind,) * n, f
     if name in INTEGERS and kind in TYPES and kind[0] in "bsu":
+        if set(i.parts[1:-1]) - {"lo", "wide", "hi", "relu"}:
+            raise Unmodelled(i.text)
         kinds = [kind] * n
         for at in _COUNTS.get(name, ()):
             kinds[at] = "u32"
@@ -262,7 +264,10 @@ def computation(i: Instruction) -> tuple[str, tuple[str, ...], Function] | None:
                 kinds[2] = result
             return result, tuple(kinds), _product(i, kind)
         result = "u32" if name in ("popc", "clz") else kind
-        return result, tuple(kinds), INTEGERS[name]
+        f = INTEGERS[name]
+        if "relu" in i.parts:
+            return result, tuple(kinds), lambda *x: np.maximum(f(*x), 0)
+        return result, tuple(kinds), f
     if name == "shf":
         left, clamp = i.parts[1] == "l", i.parts[2] == "clamp"
         return kind, ("b32", "b32", "u32"), lambda a, b, c: _funnel(a, b, c, left, clamp)

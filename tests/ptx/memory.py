@@ -141,6 +141,7 @@ class _Spread(NamedTuple):
     first: int  # where it is in our bytes
     real_stride: int
     row: int  # bytes that belong to one index of the dimension
+    size: int  # of the dimension
 
 
 class Global(Memory):
@@ -183,7 +184,7 @@ class Global(Memory):
             self._allow(name, tensors[name], how)
         for name in sorted(set(spread) & tensors.keys()):
             self._spread[name] = self._spread_out(tensors[name])
-        self._columns = np.array(list(self._spread.values()), np.int64).reshape(-1, 5).T
+        self._columns = np.array(list(self._spread.values()), np.int64).reshape(-1, 6).T
 
     def _allow(self, name: str, x: torch.Tensor, how: int) -> None:
         first = self._first(x)
@@ -204,7 +205,8 @@ class Global(Memory):
         real = x.stride(dimension) * size
         base = SPREAD_BASE + len(self._spread) * SPREAD_ROOM
         far = (1 << 32) * size + real
-        return _Spread(base, far, self._first(x), real, _reach((*row, size), (*strides, 1)))
+        reach = _reach((*row, size), (*strides, 1))
+        return _Spread(base, far, self._first(x), real, reach, x.shape[dimension])
 
     def shown(self, name: str, x: torch.Tensor) -> tuple[int, tuple[int, ...]]:
         """The address and the strides, in elements, that a kernel is told of a tensor."""
@@ -226,16 +228,18 @@ class Global(Memory):
         if (which < 0).all():
             return addresses - self.base
         known = (which >= 0) & (which < len(self._spread))
-        base, stride, first, real, row = self._columns[:, np.where(known, which, 0)]
+        base, stride, first, real, row, size = self._columns[:, np.where(known, which, 0)]
         index, rest = np.divmod(addresses - base, stride)
-        spread = np.where(known & (rest < row), first + index * real + rest, -1)
+        # an index beyond the dimension is not a place of the next tensor
+        ours = known & (rest < row) & (index >= 0) & (index < size)
+        spread = np.where(ours, first + index * real + rest, -1)
         return np.where(which < 0, addresses - self.base, spread)
 
     def describe(self, address: int) -> str:
         for name, x in self._spread.items():
             if x.base - SPREAD_ROOM // 2 <= address < x.base + SPREAD_ROOM // 2:
                 index, rest = divmod(address - x.base, x.stride)
-                return f"byte {rest} of index {index} of {name}, which has {x.row} an index"
+                return f"byte {rest} of index {index} of {name}, which has {x.row} an index, of {x.size}"
         offset = address - self.base
         for first, end, name in self._ends:
             if first <= offset < end:

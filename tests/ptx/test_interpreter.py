@@ -125,6 +125,21 @@ def test_accesses_out_of_bounds(body, message):
         run(body)
 
 
+@pytest.mark.parametrize("rows", [0, 3])
+def test_an_index_beyond_a_spread_dimension(rows):
+    """It is nobody's place, however many bytes a row has: not the next tensor's either."""
+    x, behind = torch.zeros(1, rows, 4096), torch.zeros(1, 3, 4096)
+    memory = Global({"x": x, "y": behind}, [], ["x"])
+    first, strides = memory.shown("x", x)
+    for row in range(-1, rows + 2):
+        address = np.array([first + 4 * strides[1] * row + 4096])
+        if 0 <= row < rows:
+            memory.require(address, 4, str)
+        else:
+            with pytest.raises(Fault, match=f"of x, which has 16384 an index, of {rows}"):
+                memory.require(address, 4, str)
+
+
 def test_gaps_are_no_part_of_a_tensor():
     """Every other element of a storage is a tensor's: what is between is nobody's."""
     x = torch.arange(256, dtype=torch.int32)[::2]
@@ -178,6 +193,7 @@ def test_what_is_not_modelled_is_refused_by_name():
         "atom.global.add.u32 %r9, [%rd5], 1;",
         "bar.red.popc.u32 %r9, 1, %p1;",
         "frobnicate.f32 %r9, %r4;",
+        "add.sat.s32 %r9, %r4, 1;",
     ):
         with pytest.raises(Unmodelled, match=text.split()[0].split(".")[0]):
             run(text)
@@ -192,6 +208,10 @@ def test_what_is_not_modelled_is_refused_by_name():
         ("bfe.u32 %r9, %r4, 2, 3;", lambda x: x // 4 % 8),
         ("lop3.b32 %r9, %r4, %r1, 7, 0x96;", lambda x: x ^ x % 64 ^ 7),
         ("rem.u32 %r9, %r4, 7;", lambda x: x % 7),
+        (
+            "sub.s32 %r9, %r4, 64; min.relu.s32 %r9, %r9, 9;",
+            lambda x: (x - 64).clamp(max=9).clamp(min=0),
+        ),
         ("cvt.rn.f32.s32 %r9, %r4; cvt.rzi.s32.f32 %r9, %r9;", lambda x: x),
         ("clz.b32 %r9, %r4;", lambda x: 32 - torch.tensor([int(n).bit_length() for n in x])),
     ],

@@ -47,6 +47,21 @@ def test_decode(row, builder):
 
 
 @pytest.mark.parametrize(
+    "row", [r for r in DECODE_ROWS if r.contract.ragged], ids=lambda row: row.id
+)
+def test_no_token_at_all(row, builder):
+    """Fault: of a ragged call whose requests are all empty `wy_quads` copied no state to its write slot.
+    No row of q, k, v and gates is there to be read.
+    """
+    options = dict(row.options) | {"lengths": [0] * row.problem.B, "tail_rows": 0}
+    options["split"] = row.contract.pool
+    truth = Truth(make_case(row.problem, "cpu", 0, **options))
+    case = truth.before.clone()
+    call.decode(builder.get(row.contract, row.variant), row.contract)(*case.arguments())
+    truth.judge(case).require()
+
+
+@pytest.mark.parametrize(
     ("contract", "knobs"),
     [
         (Contract(tokens=8), wy_block_config.Knobs(16, 4, passes=2, lines=True)),
