@@ -55,7 +55,7 @@ class Layer(layer_norm.Normed):
         self.moves = self.update or self.intermediate == "slots"
         # Loads come back in order, so that the window's, which are few, go first and are convolved while the state's are on their way:
         # 2 us of 54 at T=4 and B=16. At T=1 and B=64 rows that are copied lost 0.9 us of 75 by it.
-        self.state_first = (self.copied and not self.loop and not knobs["window_first"]) or self.sent
+        self.state_first = (self.copied and not self.loop and not knobs["window_first"]) or (self.sent and not knobs["apart"])
         self.once, self.apart = knobs["once"], knobs["apart"]
         # Decays that some threads compute for all: a key each of KDA, by the last ones where warps have roles.
         self.decays = self.K if self.per_k else 1
@@ -512,6 +512,9 @@ class Layer(layer_norm.Normed):
         cute.arch.sync_warp()
         if const_expr(self.cluster > 1):
             sums, arrived = self.open_mailbox(smem, block, tid)
+        places = None
+        if const_expr(self.sent and self.roles):
+            places = self.open_places(smem, tid)
 
         slot, write_slot = self.start_of(asked, n, slot_index, columns), asked.write_slot
         live, writes = self.named(slot, write_slot, slots, null_index)
@@ -540,6 +543,9 @@ class Layer(layer_norm.Normed):
                 first_of_head = shares == 0 and vt == 0
                 if const_expr(self.roles):
                     window = self.ask_window(conv, window_slot, held, at, taps, tid)
+                    if const_expr(self.sent):
+                        # all warps' rows, those of the ones that convolve too: nobody waits for a copy before its rows are used
+                        self.send_for(source, places, block.v0, thread)
                     self.hand_gates(decays, early.read, gate, options, tid)
                 elif const_expr(self.once):
                     self.hand_decays(decays, early.read, gate, options, tid)
@@ -554,7 +560,7 @@ class Layer(layer_norm.Normed):
             if const_expr(self.convolves and not self.state_first and not self.apart):
                 window = self.read_window(conv, window_slot, held, at, taps)
                 cute.arch.sync_warp()
-            coming = self.first_rows(source, smem, block.v0, thread)
+            coming = places if const_expr(self.sent and self.roles) else self.first_rows(source, smem, block.v0, thread)
             if const_expr(self.bulk):
                 self.open_stores(smem)
             if const_expr(self.convolves and self.state_first):

@@ -74,7 +74,8 @@ class Rows(recurrent.Recurrent):
                 self.ask(source, coming, j, v0 + j * self.chunk + thread.group * self.RV, thread)
                 cute.arch.cp_async_commit_group()
         elif const_expr(self.sent):
-            coming = self.send_for(source, smem, v0, thread)
+            coming = self.open_places(smem, thread.tid)
+            self.send_for(source, coming, v0, thread)
         else:
             coming = self.fragments(self.state_dtype)
             if const_expr(self.early):
@@ -193,26 +194,33 @@ class Rows(recurrent.Recurrent):
         return fh
 
     @cute.jit
-    def send_for(self, source, smem, v0, thread):
+    def open_places(self, smem, tid):
+        """Where rows are sent to, and of each warp an mbarrier a chunk."""
+        places = smem.allocate_tensor(self.state_dtype, cute.make_layout((self.tile_v, self.K), stride=(self.K, 1)), 128)
+        arrived = smem.allocate_array(Int64, self.warps * self.ahead)
+        if tid % 32 == 0:
+            first = tid // 32 * self.ahead
+            for j in cutlass.range_constexpr(self.ahead):
+                cute.arch.mbarrier_init(arrived + (first + j), 1)
+            # the copies' hardware sees them
+            cute.arch.mbarrier_init_fence()
+        return Sent(places, arrived)
+
+    @cute.jit
+    def send_for(self, source, coming, v0, thread):
         """Starts the copies of a warp's rows of all chunks, by one thread. A warp waits for its own rows alone, so that the first ones
         to come are worked on while others are on their way.
         """
         rows = const_expr(self.RV * 32 // self.lanes)
         size = const_expr(rows * self.K * self.state_dtype.width // 8)
-        places = smem.allocate_tensor(self.state_dtype, cute.make_layout((self.tile_v, self.K), stride=(self.K, 1)), 128)
-        arrived = smem.allocate_array(Int64, self.warps * self.ahead)
         if thread.tid % 32 == 0:
             first = thread.tid // 32 * self.ahead
             for j in cutlass.range_constexpr(self.ahead):
-                cute.arch.mbarrier_init(arrived + (first + j), 1)
-            # the copies' hardware sees them
-            cute.arch.mbarrier_init_fence()
-            for j in cutlass.range_constexpr(self.ahead):
                 row = j * self.chunk + thread.group * self.RV
-                cute.arch.mbarrier_arrive_and_expect_tx(arrived + (first + j), size)
-                _bring_run(places[row, None].iterator, source[v0 + row, None].iterator, arrived + (first + j), size)
+                arrived = coming.arrived + (first + j)
+                cute.arch.mbarrier_arrive_and_expect_tx(arrived, size)
+                _bring_run(coming.places[row, None].iterator, source[v0 + row, None].iterator, arrived, size)
         cute.arch.sync_warp()
-        return Sent(places, arrived)
 
     @cute.jit
     def ask(self, source, places, place, row0, thread):

@@ -71,6 +71,12 @@ class Knobs(BlockKnobs):
         " instructions",
         default=4,
     )
+    copied: int = knob(
+        "cp",
+        "k_last: so many times eight of a warp's rows come by cp.async into shared memory, the others into"
+        " registers",
+        default=0,
+    )
     ahead: int = knob(
         "ah",
         "a block asks into the L2 cache for what the block so many places behind it in the grid"
@@ -147,6 +153,14 @@ def refuse(c: Contract, s: Knobs) -> str | None:
             f"columns={s.columns} of {tokens} tokens by {warps} warps: expected 2, or one of 4, 8, no"
             " more than tokens and at least tokens / warps"
         )
+    if s.copied and c.layout != "k_last":
+        return (
+            f"copied={s.copied} with layout={c.layout}: expected k_last, whose rows are an operand"
+        )
+    if s.copied not in range(s.rows // 8 + 1):
+        return f"copied={s.copied} with rows={s.rows}: expected 0 to {s.rows // 8}"
+    if s.copied and (s.lines or s.passes > 1):
+        return f"copied={s.copied} with lines={s.lines}, passes={s.passes}: expected lines=False, passes=1"
     if s.ahead < 0 or s.ahead & (s.ahead - 1):
         return f"ahead={s.ahead}: expected 0 or a power of two"
     if s.ahead and (c.layout != "k_last" or c.ragged):
@@ -164,7 +178,7 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         )
     if c.V % (s.rows * s.warps * s.passes):
         return f"V={c.V} is not a multiple of rows*warps*passes={s.rows * s.warps * s.passes}"
-    registers = s.rows * c.K * ITEMSIZE[c.state_dtype] // 128
+    registers = (s.rows - 8 * s.copied) * c.K * ITEMSIZE[c.state_dtype] // 128
     if registers > 64:
         return f"the state takes {registers} registers a thread: expected at most 64"
     return None
@@ -198,6 +212,8 @@ def block(c: Contract, s: Knobs, values: bool = True) -> Block:
         spare = operands if s.tf32 else operands + came
     else:
         shared += 4 * (N + 4) + 8 * N
+    # rows that every thread copies, those beyond the last warp with rows too
+    shared += s.copied * 8 * c.K * ITEMSIZE[c.state_dtype] * s.threads // 32
     # v and outputs, and a line or two of each row of V, which take what is spare
     lines = s.warps * s.rows
     shared += tokens * lines * s.passes * ITEMSIZE[c.input_dtype] if values else 0
@@ -234,6 +250,35 @@ def _in_tf32(c: Contract) -> list[Knobs]:
     # best by 6.7% or more at each of 30 cells (docs/results/nvidia-h200/kda-fp32.jsonl.xz), where
     # without a prefetch they won at 392 and, T=8, 720 work units.
     return plain + [dataclasses.replace(s, ahead=n) for s, n in zip(small, (256, 128), strict=True)]
+
+
+def _copied(c: Contract, device: Device) -> list[Knobs]:
+    """Settings whose rows come to shared memory, which won cells on an H200 (2026-11-30, docs/measured.md), by what
+    the best of the others take more: a final state with up to about 1,000 work units 1 to 10% with bf16,
+    GDN's of eight tokens 1 to 14%, KDA's of eight tokens with bf16 2 to 9% beyond; outputs alone 1 to 9% with
+    few requests, KDA's at T=8 4% with many.
+    """
+    if c.layout != "k_last":
+        return []
+    if c.state_dtype == "fp32":
+        few = ((2, 64), (2, 80), (1, 96)) if c.mode == "frozen" else ((2, 96),)
+        return [Knobs(16, 4, registers=r, copied=n) for n, r in few]
+    if c.mode == "frozen":
+        return [Knobs(32, 4, registers=r, copied=n) for n, r in ((4, 64), (4, 80), (2, 96))]
+    if c.op == "gdn_decode":
+        return [Knobs(32, 4, registers=r, copied=4) for r in (0, 96)]
+    ahead = 0 if c.ragged or device.arch.startswith("sm_8") else 256
+    return [
+        Knobs(32, 4, registers=168, copied=4),
+        Knobs(32, 4, registers=168, copied=2, ahead=ahead),
+    ]
+
+
+def _in_order(c: Contract, s: Knobs) -> bool:
+    """Whether a setting's loads stand ahead of what waits for gates. Copies hold up nobody, so that ptxas puts
+    them behind all of it, where no fence does; loads of other rows into registers keep their place.
+    """
+    return s.fence or not s.copied or (c.mode == "frozen" and 8 * s.copied < s.rows)
 
 
 def _whole_lines(c: Contract) -> list[Knobs]:
@@ -288,7 +333,7 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
         # 170 registers without a cap, of KDA: two blocks a multiprocessor, where 168 are three
         tried += [Knobs(32, 4, registers=168)]
     tried += [dataclasses.replace(s, matrices=True) for s in tried] + _whole_lines(c)
-    tried += _ahead(c, device)
+    tried += _ahead(c, device) + _copied(c, device)
     if three_terms(c):
         tried = [dataclasses.replace(s, terms=3) for s in tried]
     if c.layout == "k_last":
@@ -299,6 +344,7 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
     if c.op == "kda_decode":
         tried = [dataclasses.replace(s, columns=x) for x in _columns(c) for s in tried]
     tried += [dataclasses.replace(s, fence=True) for s in tried]
+    tried = [s for s in tried if _in_order(c, s)]
     return in_every_form([s for s in dict.fromkeys(tried) if not refuse(c, s)])
 
 

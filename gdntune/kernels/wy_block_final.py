@@ -190,7 +190,7 @@ class BlockFinal(BlockRows):
     def advance(self, raw, o: Operands, th, sm, goal=None) -> None:
         """The final state, rounded, in place of S0.
 
-        goal: of whole lines, which go to memory as they are computed, where to: the head's state, the first row and whether to write.
+        goal: of what goes to memory as it is computed, where to: the head's state, the first row and whether to write.
         """
         if self.columns_by:
             self.columns_by.advance(raw, o, th, sm)
@@ -206,6 +206,8 @@ class BlockFinal(BlockRows):
         total = None if self.per_k else o.decay[0]
         for first in range(0, self.share // 2, step):
             words = self.read_key_columns(o, places, first)
+            if self.copied_by:
+                self.copied_by.take(raw, 2 * first, 2 * (first + step), th)
             decays = self.decays_of(o, th, first, step, total)
             for i in range(step):
                 for m in range(self.octets // 2):
@@ -213,6 +215,10 @@ class BlockFinal(BlockRows):
             if self.lines_by:
                 tile, row0, writes = goal
                 self.lines_by.store(raw, tile, row0, th, writes, first, first + step)
+            if self.copied_by:
+                tile, row0, writes = goal
+                goals = list(self.runs(tile, row0, th))
+                self.store_runs(raw, goals, 2 * first, 2 * (first + step), writes)
 
     def advance_two(self, raw, w, third, words, decays, column: int, i: int, m: int) -> None:
         """Two octets of rows, eight keys."""

@@ -14,6 +14,7 @@ from gdntune.kernels import decode
 from gdntune.kernels import fragments as fr
 from gdntune.kernels.wy_block_ahead import Ahead
 from gdntune.kernels.wy_block_columns import Columns
+from gdntune.kernels.wy_block_copied import Copied
 from gdntune.kernels.wy_block_gdn import RowStage
 from gdntune.kernels.wy_block_kda import KeyStage
 from gdntune.kernels.wy_block_lines import Lines
@@ -56,8 +57,10 @@ class BlockRows(decode.Decode):
         self.ahead = Ahead(self, knobs["ahead"]) if knobs.get("ahead") else None
         self.tf32 = Tf32(self) if knobs.get("tf32") else None
         self.fence = knobs.get("fence", False)
+        self.copied_by = Copied(self, knobs["copied"]) if knobs.get("copied") else None
         # whether a final state goes to memory as it is computed
-        self.stores_early = self.lines_by is not None or self.tf32 is not None
+        by_parts = (self.lines_by, self.tf32, self.copied_by)
+        self.stores_early = any(x is not None for x in by_parts)
         vec = 16 // (self.state_dtype.width // 8)
         k_terms = TERMS[facts["input_dtype"]]
         self.shape = Shape(
@@ -111,6 +114,8 @@ class BlockRows(decode.Decode):
             return self.columns_by.load(tile, row0, th)
         if self.lines_by:
             return self.lines_by.load(tile, row0, th)
+        if self.copied_by:
+            return self.copied_by.load(tile, row0, th)
         x = cute.make_rmem_tensor((self.octets * self.share,), self.state_dtype)
         for source, at, n in (self.runs if self.k_last else self.columns)(tile, row0, th):
             cute.autovec_copy(source, cute.make_tensor(x.iterator + at, cute.make_layout((n,))))
@@ -123,6 +128,16 @@ class BlockRows(decode.Decode):
         x = self.turned(x, th, back=True)
         for goal, at, n in (self.runs if self.k_last else self.columns)(tile, row0, th):
             cute.autovec_copy(cute.make_tensor(x.iterator + at, cute.make_layout((n,))), goal)
+
+    @cute.jit
+    def store_runs(
+        self, x, goals: cutlass.Constexpr, first: cutlass.Constexpr, end: cutlass.Constexpr, writes
+    ):
+        """Of each row the 16 bytes that end with elements `first` to `end` of a thread's share."""
+        if writes:
+            for goal, at, n in goals:
+                if const_expr(first < at % self.share + n <= end):
+                    cute.autovec_copy(fr.view(x, at, (n,), (1,)), goal)
 
     def turned(self, x, th=None, back=False):
         """Between what a thread reads and what operands have: of v_last, rows side by side and keys side by side."""
@@ -157,8 +172,12 @@ class BlockRows(decode.Decode):
         s, C = self.shape, self.chains
         p = fr.registers(C * s.tiles * self.octets * 4, F32, 0.0)
         bases = [s.place_a(th, a) for a in range(s.fragments)]
+        if self.copied_by:
+            self.copied_by.wait()
         first = fr.registers(8, BF, 0.0)
         for x in range(s.products):
+            if self.copied_by:
+                self.copied_by.take(raw, 4 * x, 4 * x + 4, th)
             states = [self.state_operands(raw, j, x) for j in range(self.octets)]
             if s.first:
                 self.read_first(o, x, first, th)

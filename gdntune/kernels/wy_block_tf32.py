@@ -9,9 +9,8 @@ Operands lie in shared memory as 16 bytes a lane, so that a warp reads them as t
 that write at once would meet in a bank.
 """
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, TFloat32, const_expr
+from cutlass import Float32, Int32, TFloat32
 from cutlass.cute.nvgpu import warp
 
 from gdntune.kernels import fragments as fr
@@ -96,7 +95,11 @@ class Tf32:
         """
         d = self.d
         sums = fr.registers(3 * d.octets * 4, F32, 0.0)
+        if d.copied_by:
+            d.copied_by.wait()
         for x in range(self.steps):
+            if d.copied_by:
+                d.copied_by.take(raw, 2 * x, 2 * x + 2, th)
             operands = []
             for term in range(2):
                 a = fr.registers(4)
@@ -139,6 +142,8 @@ class Tf32:
         for x in range(0, self.steps, 2):
             decays = d.decays_of(o, th, x, 2, None)
             goals = list(d.runs(tile, row0, th))
+            if d.copied_by:
+                d.copied_by.take(raw, 2 * x, 2 * x + 4, th)
             for step in (x, x + 1):
                 keys = fr.registers(4)
                 cute.autovec_copy(
@@ -146,7 +151,7 @@ class Tf32:
                 )
                 for m, terms in enumerate(u):
                     self.advance_two(raw, terms, keys, fr.pair(decays, 2 * (step - x)), step, m)
-            self.store(raw, goals, x, writes)
+            d.store_runs(raw, goals, 2 * x, 2 * x + 4, writes)
             if x % 4 == 2:
                 # four sums under way; later keys are not read before them
                 cute.arch.sync_warp()
@@ -167,11 +172,3 @@ class Tf32:
         mma(acc, first, hi)
         for half in range(2):
             fr.pair(raw, places[half]).store(fr.pair(x, 2 * half).load())
-
-    @cute.jit
-    def store(self, raw, goals: cutlass.Constexpr, x: cutlass.Constexpr, writes):
-        """Each row's 16 bytes that end with products x and x + 1."""
-        if writes:
-            for goal, at, n in goals:
-                if const_expr(at % self.d.share == 2 * x):
-                    cute.autovec_copy(fr.view(raw, at, (n,), (1,)), goal)

@@ -11,7 +11,8 @@ check: every compiled variant by the gate that a sweep has, what several calls m
 `compute-sanitizer --tool memcheck --kernel-regex kns=gdntune --error-exitcode 9 python tests/gpu/layer_gpu.py
 check --no-gate --random 150`, and the same with --tool racecheck --print-level error: without that it warns of
 each cluster's mbarrier, that its init is written and its arrive.expect_tx reads it, both by thread 0; ptxas gives
-the init to the warp's uniform datapath, which racecheck takes for another thread. time: microseconds a layer, medians, in a CUDA graph of layers less the same without the
+the init to the warp's uniform datapath, which racecheck takes for another thread. Of settings with window_first and roles it
+reports an error all the same, where there is no race (`arrive.cu`). time: microseconds a layer, medians, in a CUDA graph of layers less the same without the
 call (the L2 policy `chain`), interleaved. Each row is a contract and a batch size; `delta alone` is the
 table's kernel without the parts, `apart` the same with a convolution and a norm of their own
 (`layer_parts`), `fused` the best of the layer's variants; each without and with programmatic

@@ -35,6 +35,11 @@ SPLIT = Base("recurrent", Contract("kda_decode", 3, gate="softplus", layout="v_l
 WY = Base("wy", Contract(tokens=8))
 BLOCK = Base("wy_block", Contract(tokens=8))
 BLOCK_KDA = Base("wy_block", Contract("kda_decode", 4, gate="softplus", K=64))
+COPIED = Base(
+    "wy_block",
+    Contract("kda_decode", 4, gate="softplus", K=64, mode="frozen"),
+    (("copied", 1), ("fence", True)),
+)
 PAIRS = Base("wy_block", Contract("kda_decode", 8, gate="softplus", K=64), (("columns", 2),))
 TF32 = Base(
     "wy_block",
@@ -261,6 +266,14 @@ MUTANTS = [
         _replaced(
             r"(?s)griddepcontrol\.wait;(.*?)(griddepcontrol\.launch_dependents;)",
             r"\2\1griddepcontrol.wait;",
+        ),
+    ),
+    Mutant("rows are not waited for", COPIED, _dropped(r"cp\.async\.wait_group", 0)),
+    Mutant(
+        "a copied row is another's",
+        COPIED,
+        _replaced(
+            r"(cp\.async\.cg\.shared\.global \[[^\]]*\], \[%\w+)(?:\+(\d+))?\]", r"\g<1>+16]", 0
         ),
     ),
 ]

@@ -193,6 +193,43 @@ def test_behind_a_fence(contract, knobs, builder):
 
 
 @pytest.mark.parametrize(
+    ("contract", "knobs"),
+    [
+        (KDA.replace(tokens=8, mode="frozen"), wy_block_config.Knobs(32, 4, copied=2, fence=True)),
+        (
+            Contract(tokens=4, mode="frozen", state_dtype="fp16"),
+            wy_block_config.Knobs(32, 2, copied=4),
+        ),
+        (
+            KDA.replace(mode="frozen", state_dtype="fp32"),
+            wy_block_config.Knobs(16, 4, 256, copied=1),
+        ),
+        (Contract(tokens=12, ragged=True, mode="frozen"), wy_block_config.Knobs(32, 4, copied=3)),
+        (Contract(tokens=8), wy_block_config.Knobs(32, 4, copied=4, fence=True)),
+        (KDA.replace(tokens=4), wy_block_config.Knobs(32, 2, copied=2, terms=3)),
+        (
+            KDA.replace(tokens=8, state_dtype="fp32"),
+            wy_block_config.Knobs(16, 4, tf32=True, copied=2),
+        ),
+        (Contract(tokens=3, state_dtype="fp32"), wy_block_config.Knobs(16, 4, copied=1, terms=3)),
+    ],
+    ids=(
+        "KDA",
+        "GDN, all rows",
+        "KDA, fp32, warps without rows",
+        "GDN, ragged",
+        "GDN, final state",
+        "KDA, final state",
+        "KDA, TF32",
+        "GDN, fp32, final state",
+    ),
+)
+def test_rows_copied_to_shared_memory(contract, knobs, builder):
+    """Rows that registers have no room for, some of a warp's or all."""
+    require(contract, wy_block_config.KERNEL.variant(knobs), builder)
+
+
+@pytest.mark.parametrize(
     ("contract", "options"),
     [
         (Contract(tokens=4, mode="frozen", intermediate="slots", accepted=True), {}),

@@ -175,6 +175,18 @@ ROWS = [
     # of these, warps that ask for what their part needs alone
     ROLES,
     row(
+        KDA_FP32,
+        1,
+        **WIDE,
+        ilp=4,
+        threads=256,
+        ahead=2,
+        apart=True,
+        roles=True,
+        fence=True,
+        sent=True,
+    ),
+    row(
         Contract(**KDA),
         1,
         tile_v=32,
