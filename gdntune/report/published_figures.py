@@ -26,6 +26,10 @@ SWEEPS = {
         "shipped.kda",
         "shipped.gdn-model.gdn-model-waves.gdn-verify-outputs.t2-3-4-5-8",
         "shipped.kda-model.kda-model-waves.kda-verify-outputs.t2-3-4-5-8",
+        "shipped.gdn-model.gdn-model-waves.gdn-verify-outputs.t4-8",
+        "shipped.gdn-model.gdn-model-waves.gdn-verify-outputs.t5",
+        "shipped.kda-model.kda-model-waves.kda-verify-outputs.t4-8",
+        "shipped.kda-model.kda-model-waves.kda-verify-outputs.t5",
     ),
 }
 PEERS = {"flashinfer": "FlashInfer", "sglang": "SGLang", "vllm": "vLLM", "fla": "fla"}
@@ -42,14 +46,18 @@ STEPS = {
     "bench-layer.jsonl.xz": "in a chain of layers",
     "bench-layer.kda.jsonl.xz": "in a chain of layers, KDA again",
     "bench-layer.kda.alone.jsonl.xz": "in a chain of layers, without dependent launch",
+    "bench-layer.kda.again.alone.jsonl.xz": "in a chain of layers, without dependent launch",
     "bench-layer.cold.jsonl.xz": "alone, cold L2",
     "bench-layer.kda.cold.jsonl.xz": "alone, cold L2, KDA again",
+    "bench-layer.kda.again.cold.jsonl.xz": "alone, cold L2, KDA again",
 }
 # What was timed again by later tables: those cells' rows of the first are not what ships.
 AGAIN = {
     AS_CALLED: SEVERAL,
     "bench-layer.jsonl.xz": "bench-layer.kda.jsonl.xz",
     "bench-layer.cold.jsonl.xz": "bench-layer.kda.cold.jsonl.xz",
+    "bench-layer.kda.cold.jsonl.xz": "bench-layer.kda.again.cold.jsonl.xz",
+    "bench-layer.kda.alone.jsonl.xz": "bench-layer.kda.again.alone.jsonl.xz",
 }
 RINGS = {
     "bench-ring.jsonl.xz": "alone, cold L2",
@@ -65,7 +73,7 @@ BESIDE = {
 # Those that have a table of verdicts, and its corner.
 VERDICTS = {
     AS_CALLED: "as engines call them",
-    SEVERAL: "several tokens, by the tables that ship",
+    SEVERAL: "several tokens again",
     CHAIN: "in a chain",
     **{name: f"a layer's step, {policy}" for name, policy in STEPS.items()},
     **{name: f"drafts behind a ring, {policy}" for name, policy in RINGS.items()},
