@@ -194,7 +194,8 @@ def datasheet_gb_s(name: str) -> float | None:
 def detect(kind: Literal["auto", "cuda", "cpu"] = "auto", index: int = 0) -> Device:
     """The device at hand: the CUDA device `index` (torch's numbering), or the CPU.
 
-    `auto` is CUDA where torch has it. Raises ToolMissing where CUDA is asked for and not there.
+    `auto` is CUDA where torch has it. Raises ToolMissing where CUDA is asked for, by name or by an
+    index that is not 0, and not there.
     """
     if kind not in ("auto", "cuda", "cpu"):
         raise UnknownName(f"device {kind!r}: expected one of auto, cuda, cpu")
@@ -203,9 +204,9 @@ def detect(kind: Literal["auto", "cuda", "cpu"] = "auto", index: int = 0) -> Dev
     fault = cuda_fault(index)
     if fault is None:
         return _detect_cuda(index)
-    # Asked for by name, so no fall back: tables of a CPU in place of a GPU's would be found much
-    # later.
-    if kind == "cuda":
+    # Asked for by name or number, so no fall back: tables of a CPU in place of a GPU's would be
+    # found much later.
+    if kind == "cuda" or index:
         raise ToolMissing(
             f"{fault}, or use the CPU (device: cpu in a config, --device cpu on the command line)"
         )

@@ -3,7 +3,7 @@
 A block asks for all its rows before anything else. In registers they take up to half of what a thread has while it computes operands,
 and whoever waits for k, q and gates waits for rows too: a thread waits for its loads into registers in a few groups, of which rows and
 inputs share one. Here the last `octets` of a warp's come by cp.async: a thread copies what it will read itself, so that nothing waits
-for another thread.
+for another thread. For the final state a thread reads them once more, and 16 bytes of each row go to memory as they are computed.
 """
 
 import cutlass.cute as cute

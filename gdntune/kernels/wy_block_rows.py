@@ -2,8 +2,8 @@
 operands, and projected.
 
 Lanes (g, c) have row g of each eight rows and a quarter of its keys, 16 bytes at a time. Other ways
-to move and multiply them stand in modules of their own: `wy_block_columns`, `wy_block_lines`,
-`wy_block_tf32`.
+to move and multiply them stand in modules of their own: `wy_block_columns`, `wy_block_copied`,
+`wy_block_lines`, `wy_block_tf32`.
 """
 
 import cutlass

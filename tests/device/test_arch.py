@@ -433,3 +433,11 @@ def test_first_line_of_what_is_missing():
     """A command that is not here has no line."""
     assert arch._first_line(["no-such-command-here"]) == ""
     assert arch._first_line([sys.executable, "-c", "print('a\\nb')"]) == "a"
+
+
+def test_an_index_is_no_cpu(monkeypatch):
+    """Where no GPU is, the CPU in place of the one that was asked for would be found much later."""
+    monkeypatch.setattr(arch, "cuda_fault", lambda index: f"no CUDA device {index}: expected 0")
+    assert arch.detect("auto").kind == "cpu"
+    with pytest.raises(ToolMissing, match="no CUDA device 1: expected 0, or use the CPU"):
+        arch.detect("auto", 1)
