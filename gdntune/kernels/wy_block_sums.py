@@ -9,7 +9,6 @@ from gdntune.kernels.shuffles import bfly
 
 # of a butterfly over a warp
 STEPS = 5
-LANES = 1 << STEPS
 
 
 class SharedOut:
