@@ -253,10 +253,10 @@ def _in_tf32(c: Contract) -> list[Knobs]:
 
 
 def _copied(c: Contract, device: Device) -> list[Knobs]:
-    """Settings whose rows come to shared memory, which won cells on an H200 (2026-11-30, docs/measured.md), by what
-    the best of the others take more: a final state with up to about 1,000 work units 1 to 10% with bf16,
-    GDN's of eight tokens 1 to 14%, KDA's of eight tokens with bf16 2 to 9% beyond; outputs alone 1 to 9% with
-    few requests, KDA's at T=8 4% with many.
+    """Settings whose rows come to shared memory, which won cells on an H200 (2026-11-30, docs/measured.md).
+    By what the best of the others takes more: a final state up to 16% with up to about 1,400 work units,
+    KDA's of eight tokens in bf16 1 to 4% beyond; outputs alone up to 11% with few requests, KDA's of eight
+    tokens 1 to 4% with many.
     """
     if c.layout != "k_last":
         return []

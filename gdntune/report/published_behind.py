@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdntune.report.peers import PREFIX, label, slower
+from gdntune.report.peers import PREFIX, label, rivals, slower
 from gdntune.report.published_figures import (
     AGAIN,
     ALONE,
@@ -48,7 +48,7 @@ NOWHERE = "No cell is slower by the whole interval and beyond a tie."
 class Behind(NamedTuple):
     """Cells of one contract and HV at which a library is faster, by B.
 
-    cells: how many have times of both.
+    cells: how many have times of both, in any bench of the same kind.
     """
 
     gpu: str
@@ -78,25 +78,36 @@ def behind(results: Path) -> Iterator[Behind]:
     """The cells of all published benches at which a library is faster than ours by the whole
     interval of the ratio and beyond a tie. Of a cell that was timed again, by the later bench.
     """
+    found, timed = list[Behind](), dict[tuple[Any, ...], set[int]]()
     for name, where in WHERE.items():
         later = benches(results, AGAIN[name]) if name in AGAIN else {}
         for gpu, bench in benches(results, name).items():
             again = _places(later[gpu]) if gpu in later else set()
-            yield from _behind(gpu, where, bench, again)
+            found += _behind(gpu, where, bench, again)
+            for _, row in rivals(bench.rows).iterrows():
+                key = (gpu, where, label(row["kernel"], bench.records), *_place(row))
+                timed.setdefault(key, set()).add(int(row["B"]))
+    for one in found:
+        key = (one.gpu, one.where, one.peer, one.contract, one.HV)
+        yield one._replace(cells=len(timed[key]))
 
 
-def _places(bench: Bench) -> set[tuple[str, int]]:
-    """The contracts of a bench in words, each with its HV."""
-    return {_place(row) for _, row in bench.rows[bench.rows["chosen"]].iterrows()}
+def _places(bench: Bench) -> set[tuple[str, int, int]]:
+    """The contracts of a bench in words, each with its HV and B."""
+    chosen = bench.rows[bench.rows["chosen"]]
+    return {(*_place(row), int(row["B"])) for _, row in chosen.iterrows()}
 
 
-def _behind(gpu: str, where: str, bench: Bench, again: set[tuple[str, int]]) -> Iterator[Behind]:
+def _behind(
+    gpu: str, where: str, bench: Bench, again: set[tuple[str, int, int]]
+) -> Iterator[Behind]:
     for kernel, found in slower(bench.rows, bench.records).items():
         peer = kernel.removeprefix(PREFIX)
         both = [_place(row) for _, row in bench.of(peer).iterrows()]
         groups: dict[tuple[str, int], list[Any]] = {}
-        for row in (row for row in found if _place(row) not in again):
-            groups.setdefault(_place(row), []).append(row)
+        for row in found:
+            if (*_place(row), int(row["B"])) not in again:
+                groups.setdefault(_place(row), []).append(row)
         for (contract, HV), rows in groups.items():
             of = sorted(rows, key=lambda row: int(row["B"]))
             yield Behind(
@@ -180,7 +191,8 @@ def _policy(where: str) -> str:
 def _short(kind: tuple[str, list[Behind]]) -> str:
     words, found = kind
     rows = sorted((r for one in found for r in one.rows), key=lambda r: -float(r["chosen_speedup"]))
-    cells = sum(one.cells for one in found)
+    # of a contract and HV that several benches have, once
+    cells = sum({(one.contract, one.HV): one.cells for one in found}.values())
     tokens = ", ".join(str(t) for t in sorted({int(r["tokens"]) for r in rows}))
     return f"{words} (T={tokens}): up to {_percent(rows[-1])}, {len(rows)} of {cells} cells"
 

@@ -225,7 +225,7 @@ def test_behind_a_fence(contract, knobs, builder):
     ),
 )
 def test_rows_copied_to_shared_memory(contract, knobs, builder):
-    """Rows that registers have no room for, some of a warp's or all."""
+    """Rows that come by cp.async, some of a warp's or all, which a final state reads twice."""
     require(contract, wy_block_config.KERNEL.variant(knobs), builder)
 
 

@@ -46,6 +46,8 @@ WINDOW = row(Contract(**STEP, conv_window="shifted"), 3, threads=256, ilp=4, sha
 # of KDA with fp32 states, decays once a block
 WIDE = {"vec": 4, "once": True, "pdl": "first"}
 KDA_FP32 = Contract(**KDA, state_dtype="fp32")
+# a warp has one part of what stands ahead of the delta rule, or none
+PARTS = {"apart": True, "roles": True}
 SENT = row(KDA_FP32, 1, **WIDE, ilp=4, threads=256, ahead=2, sent=True)
 APART = row(KDA_FP32, 1, **WIDE, ilp=4, threads=512, apart=True, stores="first")
 ROLES = row(
@@ -174,18 +176,9 @@ ROWS = [
     row(Contract(**STEP, conv_bias=True), 3, ilp=4, threads=512, apart=True, pdl="first"),
     # of these, warps that ask for what their part needs alone
     ROLES,
-    row(
-        KDA_FP32,
-        1,
-        **WIDE,
-        ilp=4,
-        threads=256,
-        ahead=2,
-        apart=True,
-        roles=True,
-        fence=True,
-        sent=True,
-    ),
+    # and whose rows are sent, as one chunk or two
+    row(KDA_FP32, 1, **WIDE, **PARTS, ilp=4, threads=512, fence=True, sent=True, stores="first"),
+    row(KDA_FP32, 1, **WIDE, **PARTS, ilp=4, threads=256, ahead=2, sent=True, window_first=True),
     row(
         Contract(**KDA),
         1,

@@ -196,6 +196,10 @@ def test_where_others_are_ahead_in_words(tmp_path):
     # what was timed again is not called behind by the earlier bench
     again = published_behind._places(found)
     assert not list(published_behind._behind("H200", "in a chain of layers", found, again))
+    # but at other batch sizes of a contract it is: fault, one bench of two sizes hid all others'
+    elsewhere = {(contract, HV, B + 1) for contract, HV, B in again}
+    still = published_behind._behind("H200", "in a chain of layers", found, elsewhere)
+    assert one.contract in [x.contract for x in still]
     assert (one.contract, one.cells, len(one.rows)) == ("GDN T=1 bf16", 1, 1)
     head, _, line, second = published_behind.behind_table([one, one]).splitlines()
     assert head.startswith("| ours takes longer than | contract | B |")
