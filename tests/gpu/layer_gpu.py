@@ -1,13 +1,14 @@
 """A layer's step in one launch on a GPU: checked, and timed in a chain of layers against the parts apart.
 
     python tests/gpu/layer_gpu.py compile DIR [--all]         # without a GPU: a bundle of what is called
-    GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py check [--random N] [--all]
+    GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py check [--random N] [--all] [--having sent,roles]
     GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py time [--all] [--sizes 1,4,16,64,256] [--rounds 60]
     GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py why [--sizes 16,64]
     GDNTUNE_BUNDLE=DIR python tests/gpu/layer_gpu.py producers [--sizes 1,4,16,64]
 
 check: every compiled variant by the gate that a sweep has, what several calls must agree on
-(`layer_steps`), then N random problems; exits with 1 where one is wrong. --no-gate leaves the first out:
+(`layer_steps`), then N random problems; exits with 1 where one is wrong. --having: the random problems by
+variants with all of these knobs set alone. --no-gate leaves the first out:
 `compute-sanitizer --tool memcheck --kernel-regex kns=gdntune --error-exitcode 9 python tests/gpu/layer_gpu.py
 check --no-gate --random 150`, and the same with --tool racecheck --print-level error: without that it warns of
 each cluster's mbarrier, that its init is written and its arrive.expect_tx reads it, both by thread 0; ptxas gives
@@ -39,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import layer_parts
 import layer_steps
 import torch
-from kernel_checks import bundle, gate, of_the_timers, randomly, session_of
+from kernel_checks import Found, bundle, gate, of_the_timers, randomly, session_of
 
 from gdntune import kernels, sol
 from gdntune.checking.cases import make_case
@@ -216,8 +217,17 @@ def compile_all(folder: Path, gpu: str, every: bool, only: str) -> None:
     bundle(wanted(device, every, only), device, folder)
 
 
-def check(every: bool, count: int, seed: int, gated: bool, only: str) -> bool:
-    """Whether all is right; only: of these rows of `time` the variants alone."""
+def having(found: Found, knobs: list[str]) -> Found:
+    """Of each contract the variants with all of these knobs set; exits where there is none at all."""
+    kept = [(c, [v for v in variants if all(v.knobs[k] for k in knobs)]) for c, variants in found]
+    kept = [(c, variants) for c, variants in kept if variants]
+    if not kept:
+        sys.exit(f"--having {','.join(knobs)}: no variant has all of them")
+    return kept
+
+
+def check(every: bool, count: int, seed: int, gated: bool, only: str, knobs: list[str]) -> bool:
+    """Whether all is right; only: of these rows of `time` the variants alone; knobs: what random problems' variants have set."""
     session = session_of("cold-clean")
     found = [(c, tried(c, session.device, every)) for name, c in TIMED.items() if named(name, only)]
     if only:
@@ -230,7 +240,7 @@ def check(every: bool, count: int, seed: int, gated: bool, only: str) -> bool:
         return session.function(c, LAYER.variant(LAYER.default(c, 64, session.device)))
 
     right &= layer_steps.agree(function_of, session.place)
-    return right & randomly(session, found, count, seed, own)
+    return right & randomly(session, having(found, knobs), count, seed, own)
 
 
 def own(pick: random.Random, problem: Problem) -> dict[str, Any]:
@@ -505,6 +515,9 @@ def main() -> None:
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--random", type=int, default=0)
+    parser.add_argument(
+        "--having", default="", help="check: knobs that random problems' variants have set"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sizes", default="1,4,16,64,256")
     parser.add_argument("--rounds", type=int, default=60)
@@ -515,9 +528,12 @@ def main() -> None:
             parser.error("compile: expected a folder for the bundle")
         compile_all(given.folder, given.gpu, given.all, given.only)
     elif given.what == "check":
-        sys.exit(
-            0 if check(given.all, given.random, given.seed, not given.no_gate, given.only) else 1
-        )
+        knobs = [k for k in given.having.split(",") if k]
+        if unknown := set(knobs) - {f.name for f in dataclasses.fields(LAYER.knobs)}:
+            parser.error(f"--having {', '.join(sorted(unknown))}: no knob of the layer")
+        gated = not given.no_gate
+        right = check(given.all, given.random, given.seed, gated, given.only, knobs)
+        sys.exit(0 if right else 1)
     elif given.what == "producers":
         producers([int(n) for n in given.sizes.split(",")], given.rounds)
     elif given.what == "why":
