@@ -10,7 +10,8 @@ the same object, which is counted apart. Exits with 1 where any object differs.
 --keep: a folder for the PTX; what it holds of a kernel's fingerprint is not compiled again, so that
 a run that was stopped goes on. --record: where
 nothing differs, a table that was measured with OLD's kernels is no longer called stale. --op: of one
-op alone, and what is recorded holds for its tables alone.
+op alone, and what is recorded holds for its tables alone. --without: a knob; objects that have it set
+are left out, and what is recorded does not hold for tables that name one: those are swept again.
 """
 
 import argparse
@@ -233,6 +234,9 @@ def main() -> int:
         "--op", default="", help="gdn_decode or kda_decode: the other is left alone"
     )
     parser.add_argument(
+        "--without", default="", help="a knob: objects that have it set are left out"
+    )
+    parser.add_argument(
         "--record",
         action="store_true",
         help="where nothing differs, write gdntune/kernels/identical.json",
@@ -241,6 +245,9 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     objects = [o for o in listed() if options.only in ("", o["kernel"])]
     objects = [o for o in objects if options.op in ("", o["op"])]
+    if options.without and not any(options.without in o["knobs"] for o in objects):
+        parser.error(f"--without {options.without}: no object has such a knob")
+    objects = [o for o in objects if not o["knobs"].get(options.without)]
     with tempfile.TemporaryDirectory() as temporary:
         keep = options.keep or Path(temporary)
         trees = [
@@ -271,7 +278,7 @@ def record(objects: list[dict], old: Compiled, new: Compiled, options: argparse.
             "revision": options.old,
             "arch": options.arch,
             "objects": n,
-            **({"op": options.op} if options.op else {}),
+            **{k: x for k in ("op", "without") if (x := getattr(options, k))},
         }
         for k, n in sorted(counts.items())
         if was[k] != now[k]
@@ -286,7 +293,13 @@ def record(objects: list[dict], old: Compiled, new: Compiled, options: argparse.
 
 
 def _key(entry: dict[str, Any]) -> tuple[str, ...]:
-    return (entry["kernel"], entry["measured"], entry["code"], entry.get("op", ""))
+    return (
+        entry["kernel"],
+        entry["measured"],
+        entry["code"],
+        entry.get("op", ""),
+        entry.get("without", ""),
+    )
 
 
 def report(objects: list[dict], old: Compiled, new: Compiled) -> int:

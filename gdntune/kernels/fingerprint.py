@@ -14,6 +14,7 @@ import tokenize
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from gdntune.errors import UnknownName
 
@@ -185,31 +186,40 @@ def _text(source: str) -> str:
 
 
 @cache
-def _identical() -> tuple[tuple[str, str, str, str], ...]:
+def _identical() -> tuple[tuple[str, str, str, str, str], ...]:
     entries = json.loads(IDENTICAL.read_text())
-    return tuple((e["kernel"], e["measured"], e["code"], e.get("op", "")) for e in entries)
+    keys = ("kernel", "measured", "code", "op", "without")
+    return tuple(tuple(e.get(key, "") for key in keys) for e in entries)
 
 
-def same_objects(kernel: str, measured: str, code: str | None, ops: Collection[str]) -> bool:
+def same_objects(
+    kernel: str,
+    measured: str,
+    code: str | None,
+    ops: Collection[str],
+    settings: Collection[Mapping[str, Any]] = (),
+) -> bool:
     """Whether code of one fingerprint was seen to compile to what that of another did, byte for
     byte, in all that the shipped tables and the default rules choose; at once or step by step, each
-    step seen. ops: those that matter; what was compared for one op says nothing of the other.
+    step seen. ops: those that matter; what was compared for one op says nothing of the other. settings: the kernel's
+    knobs that matter; what was compared without a knob says nothing where one of them has it set.
 
     `python tests/same_objects.py OLD --record` compares, and alone writes these entries.
     """
     if code is None or code == measured:
         return False
-    return all(code in _reached(kernel, measured, op) for op in ops)
+    on = {knob for knobs in settings for knob, value in knobs.items() if value}
+    return all(code in _reached(kernel, measured, op, on) for op in ops)
 
 
-def _reached(kernel: str, measured: str, op: str) -> set[str]:
-    """The fingerprints whose objects of an op are those of `measured`."""
+def _reached(kernel: str, measured: str, op: str, on: Collection[str]) -> set[str]:
+    """The fingerprints whose objects of an op, and of settings with no knobs but these set, are those of `measured`."""
     known, found = {measured}, {measured}
     while found:
         found = {
             new
-            for k, old, new, of in _identical()
-            if k == kernel and old in found and of in ("", op)
+            for k, old, new, of, without in _identical()
+            if k == kernel and old in found and of in ("", op) and without not in on
         } - known
         known |= found
     return known

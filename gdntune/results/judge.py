@@ -19,7 +19,7 @@ from gdntune.results.derive import Timed, beyond, by_work_units, derive, marked,
 from gdntune.errors import GdntuneError, UnsupportedProblem, counted
 from gdntune.results.records import Record, Run, Trial, contract_of, noise_notes, policy_words
 from gdntune.problem import Contract, Problem
-from gdntune.results.table import TUNING, Table, ops_of
+from gdntune.results.table import TUNING, Table, ops_of, settings_of
 
 Basis = Literal["final", "screen", "none"]
 
@@ -380,7 +380,8 @@ def _notes(table: Table, run: Run, contracts: Iterable[Contract]) -> list[str]:
     if changed := sorted(
         name
         for name, was in table.kernels.items()
-        if (now := run.kernels.get(name)) != was and not same_objects(name, was, now, ops_of(table))
+        if (now := run.kernels.get(name)) != was
+        and not same_objects(name, was, now, ops_of(table), settings_of(table, name))
     ):
         notes.append(f"the code of {', '.join(changed)} is not the same for table and samples")
     return notes

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -15,7 +15,7 @@ from gdntune.kernels.fingerprint import same_objects
 from gdntune.kernels.spec import Variant
 from gdntune.problem import Contract
 from gdntune.results.records import policy_words
-from gdntune.results.table import Origin, Rule, Table, TableVariant, could_serve, ops_of
+from gdntune.results.table import Origin, Rule, Table, TableVariant, could_serve, ops_of, settings_of
 
 
 class Difference(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -160,7 +160,7 @@ def merge(a: Table, b: Table, prefer: Literal["first", "second"] | None = None) 
             named[i.variant] = max(both, key=lambda v: len(v.knobs))
     fingerprints = b.kernels | a.kernels
     for name in a.kernels.keys() & b.kernels.keys():
-        fingerprints[name] = _later(name, a.kernels[name], b.kernels[name], ops_of(a, b)) or ""
+        fingerprints[name] = _later(name, a, b) or ""
     return Table(
         schema="gdntune.table/1",
         device=a.device,
@@ -222,7 +222,7 @@ def _faults(a: Table, b: Table) -> list[str]:
     faults += [
         f"the code of {name} is not the same ({a.kernels[name]}, {b.kernels[name]})"
         for name in sorted(a.kernels.keys() & b.kernels.keys())
-        if _later(name, a.kernels[name], b.kernels[name], ops_of(a, b)) is None
+        if _later(name, a, b) is None
     ]
     faults += [
         f"{name} is not the same variant in both"
@@ -232,13 +232,14 @@ def _faults(a: Table, b: Table) -> list[str]:
     return faults
 
 
-def _later(kernel: str, one: str, other: str, ops: Collection[str]) -> str | None:
-    """The later of two fingerprints whose objects are the same, as `same_objects` knows it; None
-    where they are not known to be.
+def _later(kernel: str, a: Table, b: Table) -> str | None:
+    """The later of a kernel's fingerprints in two tables, if the objects of the other one are the same, as `same_objects`
+    knows it; None where they are not known to be.
     """
-    if one == other or same_objects(kernel, one, other, ops):
+    one, other, ops = a.kernels[kernel], b.kernels[kernel], ops_of(a, b)
+    if one == other or same_objects(kernel, one, other, ops, settings_of(a, kernel)):
         return other
-    return one if same_objects(kernel, other, one, ops) else None
+    return one if same_objects(kernel, other, one, ops, settings_of(b, kernel)) else None
 
 
 def _alike(one: TableVariant, other: TableVariant) -> bool:

@@ -403,8 +403,14 @@ def stale(table: Table, fingerprints: Mapping[str, str]) -> list[str]:
     return sorted(
         name
         for name, was in table.kernels.items()
-        if (code := fingerprints.get(name)) != was and not same_objects(name, was, code, ops)
+        if (code := fingerprints.get(name)) != was
+        and not same_objects(name, was, code, ops, settings_of(table, name))
     )
+
+
+def settings_of(table: Table, kernel: str) -> list[Mapping[str, Any]]:
+    """The knobs of each variant of a kernel that a table names."""
+    return [v.knobs for v in table.variants.values() if v.kernel == kernel]
 
 
 def ops_of(*tables: Table) -> frozenset[str]:

@@ -312,7 +312,7 @@ def test_code_of_the_same_objects_is_the_same(default_is, monkeypatch):
     records = [*checks(), *cell(8, a=1, b=2)]
     now = synthetic.run(kernels={"recurrent": "f9"})
     table = derive.derive(records, HEADER)
-    monkeypatch.setattr(judge, "same_objects", lambda kernel, was, code, ops: (kernel, code) == ("recurrent", "f9"))
+    monkeypatch.setattr(judge, "same_objects", lambda kernel, was, code, *uses: (kernel, code) == ("recurrent", "f9"))
     assert not [n for n in judge.judge(table, records, now).notes if "code" in n]
 
 

@@ -237,6 +237,22 @@ def test_code_that_compiles_to_the_same_objects_is_the_same(monkeypatch):
         merge.merge(A, made((FOUR, 8, "a"), kernels={"recurrent": "f3"}))
 
 
+def test_code_of_other_objects_is_not_the_same_where_the_earlier_table_names_them(monkeypatch):
+    """What was compared without a knob: the earlier table's variants count, not the later one's."""
+    monkeypatch.setattr(
+        merge,
+        "same_objects",
+        lambda kernel, was, code, ops, settings: (was, code) == ("f1", "f2")
+        and not any(x.get("tf32") for x in settings),
+    )
+    later = made((FOUR, 8, "a"), kernels={"recurrent": "f2"}, knobs={"tf32": True})
+    for t in (merge.merge(A, later), merge.merge(later, A)):
+        assert t.kernels == {"recurrent": "f2"}
+    earlier = made((FOUR, 8, "a"), kernels={"recurrent": "f1"}, knobs={"tf32": True})
+    with pytest.raises(TableError, match="the code of recurrent is not the same"):
+        merge.merge(earlier, made((TWO, 8, "c"), kernels={"recurrent": "f2"}))
+
+
 def test_what_a_newer_sweep_replaces_may_be_of_other_code():
     """Fault: contracts that were swept again, by a kernel that was changed, could not replace the old
     rules, though no other rule named that kernel. Where one does, it is refused as before.

@@ -496,3 +496,17 @@ def test_objects_that_were_compared_for_one_op_are_the_same_for_its_tables_alone
     assert table.stale(t, {"recurrent": "f2"}) == ["recurrent"]
     identical({**entry, "op": "gdn_decode"}, {**entry, "op": "kda_decode"})
     assert fingerprint.same_objects("recurrent", "f1", "f2", both)
+
+
+def test_objects_that_were_compared_without_a_knob_are_the_same_where_it_is_not_set(identical):
+    """Fault: a kernel that was changed for some settings alone made the tables of all others stale."""
+    t = read(VALID)
+    settings = table.settings_of(t, "recurrent")
+    assert settings and not any(k.get("tf32") for k in settings) and all(k["tile_v"] for k in settings)
+    entry = {"kernel": "recurrent", "measured": "f1", "code": "f2"}
+    identical({**entry, "without": "tf32"})
+    assert table.stale(t, {"recurrent": "f2"}) == []
+    assert fingerprint.same_objects("recurrent", "f1", "f2", ("gdn_decode",), [{"tf32": False}])
+    assert not fingerprint.same_objects("recurrent", "f1", "f2", ("gdn_decode",), [{}, {"tf32": True}])
+    identical({**entry, "without": "tile_v"})
+    assert table.stale(t, {"recurrent": "f2"}) == ["recurrent"]
