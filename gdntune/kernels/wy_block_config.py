@@ -201,15 +201,15 @@ def block(c: Contract, s: Knobs, values: bool = True) -> Block:
     rows += rows % 16 > 0
     # operands, of KDA the first two tokens' in one term more; the keys of the final state; Gram matrices
     # and factors
-    operands = 16 * c.K * N if s.tf32 else 2 * (c.K + 8) * rows + (8 * c.K if kda else 0)
-    keys = 8 * c.K * N if s.tf32 else 2 * (c.K + 8) * s.terms * N
+    operands = 8 * c.K * N if s.tf32 else 2 * (c.K + 8) * rows + (8 * c.K if kda else 0)
+    keys = 4 * c.K * N if s.tf32 else 2 * (c.K + 8) * s.terms * N
     shared = operands + (keys if kda and update else 0) + 4 * (2 * N * N + 4 * N)
     spare = 0
     if kda:
         # k and q as they came, and decays
         came = 2 * tokens * c.K * ITEMSIZE[c.input_dtype] + 4 * tokens * c.K
         shared += 4 * c.K + came
-        spare = operands if s.tf32 else operands + came
+        spare = operands + came
     else:
         shared += 4 * (N + 4) + 8 * N
     # rows that every thread copies, those beyond the last warp with rows too
@@ -236,20 +236,29 @@ def _width_of_u(s: Knobs, N: int, tokens: int) -> int:
 
 
 def _in_tf32(c: Contract) -> list[Knobs]:
-    """Settings of TF32 products: 2,040 instructions a warp and 16 rows on sm_90a where three bf16
-    terms take 2,420, and 16 warps a multiprocessor; 2,700 for 32 rows in two passes, 12 warps.
+    """Settings of TF32 products. On sm_90a 2,490 instructions a warp of 16 rows, where three bf16 terms
+    take 3,000, and 2,890 of 32, of which a block is all of a head: it has what hangs on q, k and
+    gates once. With rows in shared memory, on an H200 (2026-11-30, docs/measured.md): outputs alone by
+    32 rows take 5% less time at 2048 and 8% less at 8192 work units.
     """
     small = [
         Knobs(16, 4, registers=128, tf32=True),
         Knobs(16, 8, 256, registers=128, tf32=True),
     ]
-    plain = [*small, Knobs(16, 4, passes=2, registers=168, tf32=True)]
-    if c.mode == "frozen" or c.ragged:
+    # without the final state 128 registers hold two passes, so that four blocks fit
+    frozen = c.mode == "frozen"
+    plain = [*small, Knobs(16, 4, passes=2, registers=128 if frozen else 168, tf32=True)]
+    plain += [
+        Knobs(rows, 4, registers=r, copied=n, tf32=True)
+        for rows, r, n in ((16, 80, 2), (32, 96 if frozen else 168, 4), (32, 168, 2))
+    ]
+    if frozen or c.ragged:
         return plain
     # Four requests of 32 heads behind, by blocks of 64 rows or of 128. Not of two passes: behind the
     # best by 6.7% or more at each of 30 cells (docs/results/nvidia-h200/kda-fp32.jsonl.xz), where
     # without a prefetch they won at 392 and, T=8, 720 work units.
-    return plain + [dataclasses.replace(s, ahead=n) for s, n in zip(small, (256, 128), strict=True)]
+    behind = ((small[0], 256), (small[1], 128), (plain[-1], 128))
+    return plain + [dataclasses.replace(s, ahead=n) for s, n in behind]
 
 
 def _copied(c: Contract, device: Device) -> list[Knobs]:

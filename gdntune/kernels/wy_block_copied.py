@@ -24,10 +24,8 @@ class Copied:
         """Issues the loads of a warp's rows. Registers for all of them, of which those of the copied ones are filled by `take`."""
         d, vec = self.d, self.d.shape.vec
         x = cute.make_rmem_tensor((d.octets * d.share,), d.state_dtype)
-        shape, strides = (self.octets, d.share // vec, d.shape.threads, vec), [1]
-        for size in reversed(shape[1:]):
-            strides.insert(0, strides[0] * size)
-        layout = cute.make_layout(shape, stride=tuple(strides))
+        shape = (self.octets, d.share // vec, d.shape.threads, vec)
+        layout = cute.make_ordered_layout(shape, order=(3, 2, 1, 0))
         # outlives the loads, and is found beside the registers
         self.places = SmemAllocator().allocate_tensor(d.state_dtype, layout, 16)
         mode = cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL)

@@ -1,12 +1,13 @@
 """fp32 states of `wy_block` as TF32 operands, where each key has a decay (KDA) and tokens are eight.
 
-TF32 has 11 bits: x = hi + lo, both TF32, leaves 2^-22 of x where hi is rounded and 2^-21 where it is cut off. Of a product of two such
-sums hi hi, hi lo and lo hi are summed; what is left out is as small. A state is split by one `and` and one subtraction an element, a
-third of what three bf16 terms take, and the registers that a thread loads are the operand: the columns c and c + 4 of product x are
-keys 2x and 2x + 1 of a thread's share.
+TF32 has 11 bits: x = hi + lo, where hi is x cut off to TF32 and the tensor core cuts off lo, leaves 2^-21 of x. Of a product of two
+such sums hi hi, hi lo and lo hi are summed; what is left out, lo lo, is at most 2^-20 of the product. A state is split by one `and` and
+one subtraction an element, a third of what three bf16 terms take, and the registers that a thread loads are the operand: the columns c
+and c + 4 of product x are keys 2x and 2x + 1 of a thread's share.
 
-Operands lie in shared memory as 16 bytes a lane, so that a warp reads them as they are. Lanes are exchanged by an xor where threads
-that write at once would meet in a bank.
+Operands lie in shared memory as fp32, which warps split once more each: 12 KB, where both parts took 24 that L1 has for the state on
+its way (B=16 on an H200: 19.7 us in place of 20.8). They are 16 or 8 bytes a lane, so that a warp reads them as they are. Lanes are
+exchanged by an xor where threads that write at once would meet in a bank.
 """
 
 import cutlass.cute as cute
@@ -30,7 +31,7 @@ def mma(acc, a, b) -> None:
     cute.mma_atom_call(atom, acc, a, b, acc)
 
 
-def split(x, n: int, rounded: bool = True):
+def split(x, n: int, rounded: bool = False):
     """n fp32 as what TF32 holds of them and the rest. Not rounded: cut off, an instruction less."""
     hi, lo = fr.registers(n), fr.registers(n)
     bits, kept = cute.recast_tensor(x, Int32), cute.recast_tensor(hi, Int32)
@@ -40,13 +41,14 @@ def split(x, n: int, rounded: bool = True):
     return hi, lo
 
 
-def allocate(smem, K: int, update: bool):
-    """Operands of the projection [K / 8, 2, 32, 4] fp32, hi and lo, and of the final state [K / 8, 32, 4], or None."""
-    steps = K // DEPTH
-    x = smem.allocate_tensor(F32, cute.make_layout((steps, 2, 32, 4), stride=(256, 128, 4, 1)), 16)
-    if not update:
-        return x, None
-    return x, smem.allocate_tensor(F32, cute.make_layout((steps, 32, 4), stride=(128, 4, 1)), 16)
+def projection(smem, K: int):
+    """The projection's operand [K / 8, 32, 4] fp32."""
+    return smem.allocate_tensor(F32, cute.make_layout((K // DEPTH, 32, 4), stride=(128, 4, 1)), 16)
+
+
+def keys(smem, K: int):
+    """The final state's operand [K / 8, 32, 2] fp32."""
+    return smem.allocate_tensor(F32, cute.make_layout((K // DEPTH, 32, 2), stride=(64, 2, 1)), 16)
 
 
 # fp32 of a row of u, of which 8 are used: so eight rows of eight bytes a lane lie in different banks
@@ -68,54 +70,51 @@ class Tf32:
         """A token's k and q of keys 2p and 2p + 1: x = k, q, k, q, which are the four registers of one lane's A."""
         step = p // 8 * 2 + p % 2
         lane = (4 * t + p // 2 % 4) ^ (4 * (step & 1))
-        for term, y in enumerate(split(x, 4)):
-            cute.autovec_copy(y, o.x[step, term, lane, None])
+        cute.autovec_copy(x, o.x[step, lane, None])
 
     def fill_final(self, x, t, p, o) -> None:
-        """Decayed k of tokens t and t + 1, t even, of keys 2p and 2p + 1: a key's, hi and lo, are B's registers of one lane, whose
-        rows c and c + 4 are tokens 2c and 2c + 1.
+        """Decayed k of tokens t and t + 1, t even, of keys 2p and 2p + 1: a key's are B's registers of one lane, whose rows c and c + 4
+        are tokens 2c and 2c + 1.
         """
-        hi, lo = split(x, 4)
         step = p // 8 * 2 + p % 2
         c = p // 2 % 4
         for e in range(2):
-            y = fr.registers(4)
+            y = fr.registers(2)
             for later in range(2):
-                y[later], y[2 + later] = hi[2 * later + e], lo[2 * later + e]
+                y[later] = x[2 * later + e]
             lane = (8 * c + 4 * e + t // 2) ^ self.exchange(c, step)
             cute.autovec_copy(y, o.keys[step, lane, None])
 
     def exchange(self, c, step):
         """What lanes of the final state's operand are exchanged by; c: half the column."""
-        return c ^ (4 * (step & 1))
+        return c ^ (4 * (step & 3))
 
     def project(self, raw, o, th):
-        """P of the warp's rows. Products of each order have a sum of their own: 16 in a row, not 48, and what a tensor core cuts off
-        of a small sum is small.
+        """P of the warp's rows. The small products have a sum of their own: fewer in a row, and what a tensor core cuts off of a small
+        sum is small.
         """
         d = self.d
-        sums = fr.registers(3 * d.octets * 4, F32, 0.0)
+        sums = fr.registers(2 * d.octets * 4, F32, 0.0)
         if d.copied_by:
             d.copied_by.wait()
         for x in range(self.steps):
             if d.copied_by:
                 d.copied_by.take(raw, 2 * x, 2 * x + 2, th)
-            operands = []
-            for term in range(2):
-                a = fr.registers(4)
-                cute.autovec_copy(o.x[x, term, th.lane ^ (4 * (x & 1)), None], a)
-                operands.append(fr.view(a, 0, ((2, 2),), ((1, 2),)))
+            a = fr.registers(4)
+            cute.autovec_copy(o.x[x, th.lane ^ (4 * (x & 1)), None], a)
+            operands = [fr.view(y, 0, ((2, 2),), ((1, 2),)) for y in split(a, 4)]
             for j in range(d.octets):
-                hi, lo = split(fr.pair(raw, j * d.share + 2 * x), 2, rounded=False)
-                for order, (a, b) in enumerate(
-                    ((operands[0], hi), (operands[0], lo), (operands[1], hi))
+                hi, lo = split(fr.pair(raw, j * d.share + 2 * x), 2)
+                for order, a, b in (
+                    (0, operands[0], hi),
+                    (1, operands[0], lo),
+                    (1, operands[1], hi),
                 ):
                     acc = fr.accumulator(sums, 4 * (order * d.octets + j))
                     mma(acc, a, fr.view(b, 0, ((2,),), ((1,),)))
         p = fr.registers(d.octets * 4)
         for i in range(d.octets * 4):
-            small = sums[4 * d.octets + i] + sums[8 * d.octets + i]
-            p[i] = sums[i] + small
+            p[i] = sums[i] + sums[4 * d.octets + i]
         return p
 
     def keep_u(self, u, sU, row) -> None:
@@ -132,7 +131,7 @@ class Tf32:
                 tokens = fr.registers(2)
                 cute.autovec_copy(cute.local_tile(sU[row, None], (2,), (th.c,)), tokens)
                 x[half], x[2 + half] = tokens[0], tokens[1]
-            found.append([fr.view(y, 0, ((2, 2),), ((1, 2),)) for y in split(x, 4)])
+            found.append([fr.view(y, 0, ((2, 2),), ((1, 2),)) for y in split(x, 4, rounded=True)])
         return found
 
     def advance(self, raw, o, th, sm, tile, row0, writes) -> None:
@@ -145,12 +144,13 @@ class Tf32:
             if d.copied_by:
                 d.copied_by.take(raw, 2 * x, 2 * x + 4, th)
             for step in (x, x + 1):
-                keys = fr.registers(4)
+                keys = fr.registers(2)
                 cute.autovec_copy(
                     o.keys[step, th.lane ^ self.exchange(th.g // 2, step), None], keys
                 )
+                parts = split(keys, 2)
                 for m, terms in enumerate(u):
-                    self.advance_two(raw, terms, keys, fr.pair(decays, 2 * (step - x)), step, m)
+                    self.advance_two(raw, terms, parts, fr.pair(decays, 2 * (step - x)), step, m)
             d.store_runs(raw, goals, 2 * x, 2 * x + 4, writes)
             if x % 4 == 2:
                 # four sums under way; later keys are not read before them
@@ -160,7 +160,7 @@ class Tf32:
         """Two octets of rows, eight keys."""
         d = self.d
         first, rest = u
-        hi, lo = (fr.view(keys, 2 * term, ((2,),), ((1,),)) for term in range(2))
+        hi, lo = (fr.view(y, 0, ((2,),), ((1,),)) for y in keys)
         x = fr.registers(4)
         places = [(2 * m + half) * d.share + 2 * step for half in range(2)]
         for half in range(2):

@@ -97,10 +97,10 @@ class Shape:
     @property
     def spare(self) -> int:
         """Bytes of x and, where they lie behind it, of k, q and decays a key."""
-        if self.tf32:
-            return 4 * self.K * 2 * self.N * 2
         # inputs have 16 bits
         x = 2 * self.stride * (self.rows + self.zero_rows) + 4 * self.K * FIRST * self.first
+        if self.tf32:
+            x = 4 * self.K * 2 * self.N
         return x + self.tokens * self.K * (2 * 2 + 4)
 
     def matrices(self, group: int) -> int:
@@ -170,7 +170,7 @@ def allocate(smem, s: Shape, per_k: bool, update: bool, dtype) -> Operands:
     N = s.N
     first = keys = raw = decays = None
     if s.tf32:
-        x, keys = wy_block_tf32.allocate(smem, s.K, update)
+        x = wy_block_tf32.projection(smem, s.K)
     else:
         x = smem.allocate_tensor(BF, matrix(s.rows + s.zero_rows, s.stride, s.stride), 16)
     if s.first:
@@ -183,7 +183,9 @@ def allocate(smem, s: Shape, per_k: bool, update: bool, dtype) -> Operands:
             dtype, cute.make_layout((s.tokens, s.K // 2, 4), stride=(2 * s.K, 4, 1)), 16
         )
         decays = smem.allocate_tensor(F32, matrix(s.tokens, s.K, s.K), 16)
-    if per_k and update and not s.tf32:
+    if per_k and update and s.tf32:
+        keys = wy_block_tf32.keys(smem, s.K)
+    elif per_k and update:
         keys = smem.allocate_tensor(BF, matrix(s.key_terms * N, s.stride, s.stride), 16)
     gram = smem.allocate_tensor(F32, cute.make_layout((2, N, N), stride=(N * N, N, 1)), 16)
     factors = smem.allocate_tensor(F32, matrix(N, 4, 4), 16)

@@ -24,12 +24,11 @@ SWEEPS = {
     "H200": (
         "shipped.gdn",
         "shipped.kda",
-        "shipped.gdn-model.gdn-model-waves.gdn-verify-outputs.t2-3-4-5-8",
-        "shipped.kda-model.kda-model-waves.kda-verify-outputs.t2-3-4-5-8",
         "shipped.gdn-model.gdn-model-waves.gdn-verify-outputs.t4-8",
         "shipped.gdn-model.gdn-model-waves.gdn-verify-outputs.t5",
+        "shipped.gdn-model.gdn-model-waves.gdn-verify-outputs.t2-3",
         "shipped.kda-model.kda-model-waves.kda-verify-outputs.t4-8",
-        "shipped.kda-model.kda-model-waves.kda-verify-outputs.t5",
+        "shipped.kda-model.kda-model-waves.kda-verify-outputs.t2-3-5-8",
     ),
 }
 PEERS = {"flashinfer": "FlashInfer", "sglang": "SGLang", "vllm": "vLLM", "fla": "fla"}
@@ -45,17 +44,19 @@ SEVERAL = "bench-several.jsonl.xz"
 STEPS = {
     "bench-layer.jsonl.xz": "in a chain of layers",
     "bench-layer.kda.jsonl.xz": "in a chain of layers, KDA again",
+    "bench-layer.kda.again.jsonl.xz": "in a chain of layers, KDA once more",
     "bench-layer.kda.alone.jsonl.xz": "in a chain of layers, without dependent launch",
     "bench-layer.kda.again.alone.jsonl.xz": "in a chain of layers, without dependent launch",
     "bench-layer.cold.jsonl.xz": "alone, cold L2",
     "bench-layer.kda.cold.jsonl.xz": "alone, cold L2, KDA again",
-    "bench-layer.kda.again.cold.jsonl.xz": "alone, cold L2, KDA again",
+    "bench-layer.kda.again.cold.jsonl.xz": "alone, cold L2, KDA once more",
 }
 # What was timed again by later tables: those cells' rows of the first are not what ships.
 AGAIN = {
     AS_CALLED: SEVERAL,
     "bench-layer.jsonl.xz": "bench-layer.kda.jsonl.xz",
     "bench-layer.cold.jsonl.xz": "bench-layer.kda.cold.jsonl.xz",
+    "bench-layer.kda.jsonl.xz": "bench-layer.kda.again.jsonl.xz",
     "bench-layer.kda.cold.jsonl.xz": "bench-layer.kda.again.cold.jsonl.xz",
     "bench-layer.kda.alone.jsonl.xz": "bench-layer.kda.again.alone.jsonl.xz",
 }

@@ -130,8 +130,10 @@ def test_products_of_pairs_of_tokens(fields, knobs, builder):
         ({"tokens": 5, "input_dtype": "fp16", "ragged": True, "K": 64}, {"registers": 128}),
         ({"tokens": 8, "gate": "log"}, {"threads": 256, "warps": 8}),
         ({"tokens": 7, "mode": "frozen"}, {}),
+        ({"tokens": 8}, {"rows": 32, "copied": 2, "registers": 168}),
+        ({"tokens": 8, "mode": "frozen"}, {"rows": 32, "copied": 4, "registers": 96}),
     ],
-    ids=("two passes", "ragged", "eight warps", "frozen"),
+    ids=("two passes", "ragged", "eight warps", "frozen", "32 rows", "32 rows, all copied"),
 )
 def test_states_in_tf32(fields, knobs, builder):
     """fp32 states whose products are of two TF32 terms."""
