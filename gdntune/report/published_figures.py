@@ -44,12 +44,12 @@ SEVERAL = "bench-several.jsonl.xz"
 STEPS = {
     "bench-layer.jsonl.xz": "in a chain of layers",
     "bench-layer.kda.jsonl.xz": "in a chain of layers, KDA again",
-    "bench-layer.kda.again.jsonl.xz": "in a chain of layers, KDA once more",
+    "bench-layer.kda.again.jsonl.xz": "in a chain of layers, KDA again",
     "bench-layer.kda.alone.jsonl.xz": "in a chain of layers, without dependent launch",
     "bench-layer.kda.again.alone.jsonl.xz": "in a chain of layers, without dependent launch",
     "bench-layer.cold.jsonl.xz": "alone, cold L2",
     "bench-layer.kda.cold.jsonl.xz": "alone, cold L2, KDA again",
-    "bench-layer.kda.again.cold.jsonl.xz": "alone, cold L2, KDA once more",
+    "bench-layer.kda.again.cold.jsonl.xz": "alone, cold L2, KDA again",
 }
 # What was timed again by later tables: those cells' rows of the first are not what ships.
 AGAIN = {
