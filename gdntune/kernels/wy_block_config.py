@@ -238,16 +238,15 @@ def _width_of_u(s: Knobs, N: int, tokens: int) -> int:
 def _in_tf32(c: Contract) -> list[Knobs]:
     """Settings of TF32 products. On sm_90a 2,490 instructions a warp of 16 rows, where three bf16 terms
     take 3,000, and 2,890 of 32, of which a block is all of a head: it has what hangs on q, k and
-    gates once. With rows in shared memory, on an H200 (2026-11-30, docs/measured.md): outputs alone by
-    32 rows take 5% less time at 2048 and 8% less at 8192 work units.
+    gates once. Of 94 cells with T=5 and 8 on an H200 those with rows in shared memory are the choice at
+    39, and eight warps of 16 rows, which are left out, at none (2026-11-30, docs/measured.md).
     """
-    small = [
-        Knobs(16, 4, registers=128, tf32=True),
-        Knobs(16, 8, 256, registers=128, tf32=True),
-    ]
     # without the final state 128 registers hold two passes, so that four blocks fit
     frozen = c.mode == "frozen"
-    plain = [*small, Knobs(16, 4, passes=2, registers=128 if frozen else 168, tf32=True)]
+    plain = [
+        Knobs(16, 4, registers=128, tf32=True),
+        Knobs(16, 4, passes=2, registers=128 if frozen else 168, tf32=True),
+    ]
     plain += [
         Knobs(rows, 4, registers=r, copied=n, tf32=True)
         for rows, r, n in ((16, 80, 2), (32, 96 if frozen else 168, 4), (32, 168, 2))
@@ -257,7 +256,7 @@ def _in_tf32(c: Contract) -> list[Knobs]:
     # Four requests of 32 heads behind, by blocks of 64 rows or of 128. Not of two passes: behind the
     # best by 6.7% or more at each of 30 cells (docs/results/nvidia-h200/kda-fp32.jsonl.xz), where
     # without a prefetch they won at 392 and, T=8, 720 work units.
-    behind = ((small[0], 256), (small[1], 128), (plain[-1], 128))
+    behind = ((plain[0], 256), (plain[-1], 128))
     return plain + [dataclasses.replace(s, ahead=n) for s, n in behind]
 
 

@@ -1,7 +1,7 @@
 """fp32 states of `wy_block` as TF32 operands, where each key has a decay (KDA) and tokens are eight.
 
 TF32 has 11 bits: x = hi + lo, where hi is x cut off to TF32 and the tensor core cuts off lo, leaves 2^-21 of x. Of a product of two
-such sums hi hi, hi lo and lo hi are summed; what is left out, lo lo, is at most 2^-20 of the product. A state is split by one `and` and
+such sums hi hi, hi lo and lo hi are summed; what is left out, lo lo, is at most 2^-20 of the product. u alone is rounded, which costs little. A state is split by one `and` and
 one subtraction an element, a third of what three bf16 terms take, and the registers that a thread loads are the operand: the columns c
 and c + 4 of product x are keys 2x and 2x + 1 of a thread's share.
 

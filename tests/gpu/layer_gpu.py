@@ -529,6 +529,8 @@ def main() -> None:
         compile_all(given.folder, given.gpu, given.all, given.only)
     elif given.what == "check":
         knobs = [k for k in given.having.split(",") if k]
+        if knobs and (given.only or not given.random):
+            parser.error("--having says which random problems: give --random N, and no --only")
         if unknown := set(knobs) - {f.name for f in dataclasses.fields(LAYER.knobs)}:
             parser.error(f"--having {', '.join(sorted(unknown))}: no knob of the layer")
         gated = not given.no_gate
