@@ -5,9 +5,12 @@ The tests also run without it where CuTe DSL is installed; a bundle is for machi
 and no compiler. `--list` for DIR prints the objects instead, one a line. `differential` behind ARCH:
 those of the differential run and of sanitize.py alone, a third of all. tests/conftest.py holds
 the tests to `contracts()`: one that would call another on a GPU fails on the CPU too.
+GDNTUNE_TEST_HAVING=copied,lines, then and when the tests run: the differential run draws settings
+that have these knobs set alone.
 """
 
 import functools
+import os
 import random
 import sys
 from collections import Counter
@@ -112,6 +115,7 @@ def differential_variants(op: str) -> list[tuple[Contract, Variant]]:
     """
     pick = random.Random(f"gdntune {op}")
     device = arch.target("sm_90a")
+    having = [name for name in os.environ.get("GDNTUNE_TEST_HAVING", "").split(",") if name]
     found: list[tuple[Contract, Variant]] = []
     drawn: Counter[str] = Counter()
     for _ in range(20 * DIFFERENTIAL_CONTRACTS[op]):
@@ -126,7 +130,11 @@ def differential_variants(op: str) -> list[tuple[Contract, Variant]]:
         # Under this policy with every form of dependent launch. Settings: to make a variant of each
         # took most of the time.
         drawable = {
-            k: [s for s in k.space(contract, device) if k.under(s, "chain")]
+            k: [
+                s
+                for s in k.space(contract, device)
+                if k.under(s, "chain") and all(getattr(s, name, False) for name in having)
+            ]
             for k in wanted
             if k.takes(contract)
         }
