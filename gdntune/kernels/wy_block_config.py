@@ -1,6 +1,7 @@
 """Knobs of `wy_block`: which settings are legal and which are worth trying."""
 
 import dataclasses
+from typing import Any
 
 from gdntune.device.arch import Device
 from gdntune.errors import UnsupportedProblem
@@ -43,8 +44,8 @@ class Knobs(BlockKnobs):
     )
     lines: bool = knob(
         "fl",
-        "k_last: read and write whole lines of 128 bytes, of which lanes exchange halves; else half"
-        " a line of twice as many rows at a time",
+        "k_last: read and write whole lines of 128 bytes, of which lanes exchange halves, or, of rows that"
+        " are copied, whole rows; else half a line of twice as many rows at a time",
         default=False,
     )
     terms: int = knob(
@@ -134,8 +135,8 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         return f"tf32=True with terms={s.terms}, which are of bf16: expected 2"
     if s.tf32 and c.layout != "k_last":
         return f"tf32=True with layout={c.layout}: expected k_last, whose rows are an operand"
-    if s.tf32 and s.lines:
-        return "tf32=True with lines=True: expected one of them"
+    if s.tf32 and s.lines and not s.copied:
+        return "tf32=True with lines=True, copied=0: expected lines of rows that are copied"
     if s.tf32 and s.threads * 2 > 4 * c.K:
         return (
             f"tf32=True with threads={s.threads}, K={c.K}: a thread fills in an even number of"
@@ -159,8 +160,10 @@ def refuse(c: Contract, s: Knobs) -> str | None:
         )
     if s.copied not in range(s.rows // 8 + 1):
         return f"copied={s.copied} with rows={s.rows}: expected 0 to {s.rows // 8}"
-    if s.copied and (s.lines or s.passes > 1):
-        return f"copied={s.copied} with lines={s.lines}, passes={s.passes}: expected lines=False, passes=1"
+    if s.copied and s.passes > 1:
+        return f"copied={s.copied} with passes={s.passes}: expected passes=1"
+    if s.copied and s.lines and c.mode == "update" and 8 * s.copied != s.rows:
+        return f"copied={s.copied} with lines=True, mode=update: expected {s.rows // 8}, all rows"
     if s.ahead < 0 or s.ahead & (s.ahead - 1):
         return f"ahead={s.ahead}: expected 0 or a power of two"
     if s.ahead and (c.layout != "k_last" or c.ragged):
@@ -251,13 +254,15 @@ def _in_tf32(c: Contract) -> list[Knobs]:
         Knobs(rows, 4, registers=r, copied=n, tf32=True)
         for rows, r, n in ((16, 80, 2), (32, 96 if frozen else 168, 4), (32, 168, 2))
     ]
+    whole = ((16, 80, 2), (32, 96, 4), (32, 168, 2)) if frozen else ((16, 128, 2),)
+    whole_rows = [_whole_rows(rows, r, n, tf32=True) for rows, r, n in whole]
     if frozen or c.ragged:
-        return plain
+        return plain + whole_rows
     # Four requests of 32 heads behind, by blocks of 64 rows or of 128. Not of two passes: behind the
     # best by 6.7% or more at each of 30 cells (docs/results/nvidia-h200/kda-fp32.jsonl.xz), where
     # without a prefetch they won at 392 and, T=8, 720 work units.
-    behind = ((plain[0], 256), (plain[-1], 128))
-    return plain + [dataclasses.replace(s, ahead=n) for s, n in behind]
+    behind = ((plain[0], 256), (plain[-1], 128), (_whole_rows(32, 168, 4, tf32=True), 128))
+    return plain + whole_rows + [dataclasses.replace(s, ahead=n) for s, n in behind]
 
 
 def _copied(c: Contract, device: Device) -> list[Knobs]:
@@ -282,10 +287,44 @@ def _copied(c: Contract, device: Device) -> list[Knobs]:
     ]
 
 
+def _whole_rows(rows: int, registers: int, copied: int, **more: Any) -> Knobs:
+    """Rows that come and go whole, by four warps unless `more` says otherwise."""
+    return Knobs(**{"warps": 4, **more}, rows=rows, registers=registers, copied=copied, lines=True)
+
+
+def _whole(c: Contract, device: Device) -> list[Knobs]:
+    """Such settings, which won cells on an H200 (2026-12-01, docs/measured.md): against the best of the others
+    up to 6% of outputs alone from four requests on, up to 4% of a final state from 16 on.
+    """
+    if c.layout != "k_last" or (c.op == "kda_decode" and c.state_dtype == "fp32" and c.tokens > 4):
+        # the second have TF32's
+        return []
+    if c.mode == "frozen":
+        few = (
+            ((16, 80, 2), (32, 96, 4))
+            if c.state_dtype == "fp32"
+            else ((32, r, 4) for r in (64, 80, 96))
+        )
+        return [_whole_rows(*x) for x in few]
+    alone = c.ragged or device.arch.startswith("sm_8")
+    if c.state_dtype == "fp32":
+        found = [_whole_rows(16, 128, 2)]
+        if not alone:
+            found += [
+                _whole_rows(16, 128, 2, ahead=256),
+                _whole_rows(16, 128, 2, warps=8, threads=256, ahead=128),
+                _whole_rows(32, 168, 4, ahead=128),
+            ]
+        return found
+    return [_whole_rows(32, 128, 4, ahead=x) for x in ((0,) if alone else (0, 256))]
+
+
 def _in_order(c: Contract, s: Knobs) -> bool:
     """Whether a setting's loads stand ahead of what waits for gates. Copies hold up nobody, so that ptxas puts
     them behind all of it, where no fence does; loads of other rows into registers keep their place.
     """
+    if s.copied and s.lines:
+        return s.fence
     return s.fence or not s.copied or (c.mode == "frozen" and 8 * s.copied < s.rows)
 
 
@@ -341,7 +380,7 @@ def space(c: Contract, device: Device) -> tuple[Knobs, ...]:
         # 170 registers without a cap, of KDA: two blocks a multiprocessor, where 168 are three
         tried += [Knobs(32, 4, registers=168)]
     tried += [dataclasses.replace(s, matrices=True) for s in tried] + _whole_lines(c)
-    tried += _ahead(c, device) + _copied(c, device)
+    tried += _ahead(c, device) + _copied(c, device) + _whole(c, device)
     if three_terms(c):
         tried = [dataclasses.replace(s, terms=3) for s in tried]
     if c.layout == "k_last":

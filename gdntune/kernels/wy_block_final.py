@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
 from gdntune.kernels import fragments as fr
+from gdntune.kernels.wy_block_copied import each_read
 from gdntune.kernels.wy_block_rows import BlockRows
 from gdntune.kernels.wy_block_tf32 import WIDTH_OF_U
 from gdntune.kernels.wy_operands import SPAN_DECAYS, Operands
@@ -204,18 +205,22 @@ class BlockFinal(BlockRows):
         step = self.shape.step
         places = [self.key_place(o, th, group) for group in range(self.shape.groups)]
         total = None if self.per_k else o.decay[0]
-        for first in range(0, self.share // 2, step):
+
+        def read(first: int):
             words = self.read_key_columns(o, places, first)
             if self.copied_by:
                 self.copied_by.take(raw, 2 * first, 2 * (first + step), th)
-            decays = self.decays_of(o, th, first, step, total)
+            return words, self.decays_of(o, th, first, step, total)
+
+        columns = range(0, self.share // 2, step)
+        for first, (words, decays) in each_read(columns, read, self.early_reads):
             for i in range(step):
                 for m in range(self.octets // 2):
                     self.advance_two(raw, w, third, words, fr.pair(decays, 2 * i), first + i, i, m)
             if self.lines_by:
                 tile, row0, writes = goal
                 self.lines_by.store(raw, tile, row0, th, writes, first, first + step)
-            if self.copied_by:
+            elif self.copied_by:
                 tile, row0, writes = goal
                 goals = list(self.runs(tile, row0, th))
                 self.store_runs(raw, goals, 2 * first, 2 * (first + step), writes)

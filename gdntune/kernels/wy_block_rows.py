@@ -14,7 +14,7 @@ from gdntune.kernels import decode
 from gdntune.kernels import fragments as fr
 from gdntune.kernels.wy_block_ahead import Ahead
 from gdntune.kernels.wy_block_columns import Columns
-from gdntune.kernels.wy_block_copied import Copied
+from gdntune.kernels.wy_block_copied import Copied, Whole
 from gdntune.kernels.wy_block_gdn import RowStage
 from gdntune.kernels.wy_block_kda import KeyStage
 from gdntune.kernels.wy_block_lines import Lines
@@ -53,11 +53,14 @@ class BlockRows(decode.Decode):
         self.state_terms = TERMS[facts["state_dtype"]]
         self.octets = self.rows // 8
         self.columns_by = Columns(self) if knobs["matrices"] else None
-        self.lines_by = Lines(self) if knobs.get("lines") else None
+        copied, lines = knobs.get("copied"), knobs.get("lines")
+        self.copied_by = (Whole if lines else Copied)(self, copied) if copied else None
+        self.lines_by = (self.copied_by or Lines(self)) if lines else None
         self.ahead = Ahead(self, knobs["ahead"]) if knobs.get("ahead") else None
         self.tf32 = Tf32(self) if knobs.get("tf32") else None
         self.fence = knobs.get("fence", False)
-        self.copied_by = Copied(self, knobs["copied"]) if knobs.get("copied") else None
+        # what a product reads of shared memory is asked for one product earlier
+        self.early_reads = bool(copied and lines)
         # whether a final state goes to memory as it is computed
         by_parts = (self.lines_by, self.tf32, self.copied_by)
         self.stores_early = any(x is not None for x in by_parts)

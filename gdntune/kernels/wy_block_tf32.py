@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, TFloat32
 from cutlass.cute.nvgpu import warp
 
 from gdntune.kernels import fragments as fr
+from gdntune.kernels.wy_block_copied import each_read
 
 F32 = Float32
 # of a product along the contraction
@@ -97,11 +98,15 @@ class Tf32:
         sums = fr.registers(2 * d.octets * 4, F32, 0.0)
         if d.copied_by:
             d.copied_by.wait()
-        for x in range(self.steps):
+
+        def read(x: int):
             if d.copied_by:
                 d.copied_by.take(raw, 2 * x, 2 * x + 2, th)
             a = fr.registers(4)
             cute.autovec_copy(o.x[x, th.lane ^ (4 * (x & 1)), None], a)
+            return a
+
+        for x, a in each_read(range(self.steps), read, d.early_reads):
             operands = [fr.view(y, 0, ((2, 2),), ((1, 2),)) for y in split(a, 4)]
             for j in range(d.octets):
                 hi, lo = split(fr.pair(raw, j * d.share + 2 * x), 2)
@@ -138,20 +143,27 @@ class Tf32:
         """The final state to memory, 16 bytes of each row as soon as they are computed, so that few sums are held at once."""
         d = self.d
         u = self.read_u(sm.u, th)
-        for x in range(0, self.steps, 2):
+
+        def read(x: int):
             decays = d.decays_of(o, th, x, 2, None)
-            goals = list(d.runs(tile, row0, th))
             if d.copied_by:
                 d.copied_by.take(raw, 2 * x, 2 * x + 4, th)
-            for step in (x, x + 1):
-                keys = fr.registers(2)
-                cute.autovec_copy(
-                    o.keys[step, th.lane ^ self.exchange(th.g // 2, step), None], keys
-                )
-                parts = split(keys, 2)
+            keys = [fr.registers(2) for _ in range(2)]
+            for e in range(2):
+                lane = th.lane ^ self.exchange(th.g // 2, x + e)
+                cute.autovec_copy(o.keys[x + e, lane, None], keys[e])
+            return decays, keys
+
+        for x, (decays, keys) in each_read(range(0, self.steps, 2), read, d.early_reads):
+            goals = list(d.runs(tile, row0, th))
+            for e in range(2):
+                parts = split(keys[e], 2)
                 for m, terms in enumerate(u):
-                    self.advance_two(raw, terms, parts, fr.pair(decays, 2 * (step - x)), step, m)
-            d.store_runs(raw, goals, 2 * x, 2 * x + 4, writes)
+                    self.advance_two(raw, terms, parts, fr.pair(decays, 2 * e), x + e, m)
+            if d.lines_by is None:
+                d.store_runs(raw, goals, 2 * x, 2 * x + 4, writes)
+            elif x % 4 == 2:
+                d.lines_by.store(raw, tile, row0, th, writes, x - 2, x + 2)
             if x % 4 == 2:
                 # four sums under way; later keys are not read before them
                 cute.arch.sync_warp()

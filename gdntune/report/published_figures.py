@@ -27,8 +27,8 @@ SWEEPS = {
         "shipped.gdn-model.gdn-model-waves.gdn-verify-outputs.t4-8",
         "shipped.gdn-model.gdn-model-waves.gdn-verify-outputs.t5",
         "shipped.gdn-model.gdn-model-waves.gdn-verify-outputs.t2-3",
-        "shipped.kda-model.kda-model-waves.kda-verify-outputs.t4-8",
-        "shipped.kda-model.kda-model-waves.kda-verify-outputs.t2-3-5-8",
+        "shipped.kda-model.kda-model-waves.kda-verify-outputs.t4-5-8",
+        "shipped.kda-model.kda-model-waves.kda-verify-outputs.t2-3",
     ),
 }
 PEERS = {"flashinfer": "FlashInfer", "sglang": "SGLang", "vllm": "vLLM", "fla": "fla"}

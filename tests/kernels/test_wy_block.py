@@ -31,6 +31,10 @@ CASES = {
         KDA.replace(state_dtype="fp32"),
         Knobs(16, 4, registers=128, tf32=True, ahead=256),
     ),
+    "KDA, TF32, whole rows": (
+        KDA.replace(state_dtype="fp32"),
+        Knobs(32, 4, registers=168, tf32=True, copied=4, lines=True, fence=True, ahead=128),
+    ),
     "KDA, TF32, two passes": (
         KDA.replace(state_dtype="fp32"),
         Knobs(16, 4, registers=168, passes=2, tf32=True),
@@ -95,7 +99,8 @@ def test_it_compiles_without_spills(tmp_path):
         ({}, {"tf32": True}, "tf32=True with op=gdn_decode"),
         ({**TF32, "tokens": 4}, {"tf32": True}, "tokens=4: expected kda_decode, fp32 and 5 to 8"),
         (TF32, {"rows": 16, "tf32": True, "terms": 3}, "tf32=True with terms=3"),
-        (TF32, {"rows": 16, "tf32": True, "lines": True}, "tf32=True with lines=True"),
+        (TF32, {"rows": 16, "tf32": True, "lines": True}, "tf32=True with lines=True, copied=0"),
+        ({}, {"lines": True, "copied": 2}, "copied=2 with lines=True, mode=update: expected 4"),
         (
             {**TF32, "layout": "v_last"},
             {"rows": 16, "tf32": True},

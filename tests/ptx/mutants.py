@@ -40,6 +40,11 @@ COPIED = Base(
     Contract("kda_decode", 4, gate="softplus", K=64, mode="frozen"),
     (("copied", 1), ("fence", True)),
 )
+WHOLE = Base(
+    "wy_block",
+    Contract("kda_decode", 4, gate="softplus", K=64),
+    (("rows", 16), ("copied", 2), ("lines", True), ("terms", 3), ("fence", True)),
+)
 PAIRS = Base("wy_block", Contract("kda_decode", 8, gate="softplus", K=64), (("columns", 2),))
 TF32 = Base(
     "wy_block",
@@ -269,6 +274,12 @@ MUTANTS = [
         ),
     ),
     Mutant("rows are not waited for", COPIED, _dropped(r"cp\.async\.wait_group", 0)),
+    Mutant(
+        "other lanes' copies are not waited for",
+        WHOLE,
+        _replaced(r"(cp\.async\.wait_group[^;]*;\s*)bar\.warp\.sync[^;]*;", r"\1"),
+    ),
+    Mutant("rows leave before all lanes' are there", WHOLE, _dropped(r"bar\.warp\.sync", -1)),
     Mutant(
         "a copied row is another's",
         COPIED,

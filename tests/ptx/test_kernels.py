@@ -232,6 +232,35 @@ def test_rows_copied_to_shared_memory(contract, knobs, builder):
 
 
 @pytest.mark.parametrize(
+    ("contract", "knobs"),
+    [
+        (Contract(tokens=8), {"rows": 32, "copied": 4}),
+        (KDA.replace(tokens=4, K=64), {"rows": 32, "copied": 4, "terms": 3, "warps": 2}),
+        (KDA.replace(tokens=8, state_dtype="fp32"), {"rows": 32, "copied": 4, "tf32": True}),
+        (
+            KDA.replace(tokens=8, state_dtype="fp32", mode="frozen"),
+            {"rows": 32, "copied": 2, "tf32": True},
+        ),
+        (
+            Contract(tokens=3, K=256, V=64, state_dtype="fp32", ragged=True),
+            {"rows": 16, "copied": 2, "terms": 3},
+        ),
+    ],
+    ids=(
+        "GDN",
+        "KDA, rows of 128 bytes, warps without rows",
+        "KDA, TF32",
+        "KDA, TF32, half of them",
+        "GDN, rows of 1024 bytes, ragged",
+    ),
+)
+def test_rows_that_come_and_go_whole(contract, knobs, builder):
+    """Copies and stores of other lanes' 16 bytes."""
+    knobs = wy_block_config.Knobs(**{"warps": 4, "lines": True, "fence": True, **knobs})
+    require(contract, wy_block_config.KERNEL.variant(knobs), builder)
+
+
+@pytest.mark.parametrize(
     ("contract", "options"),
     [
         (Contract(tokens=4, mode="frozen", intermediate="slots", accepted=True), {}),
