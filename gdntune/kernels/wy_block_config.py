@@ -293,8 +293,9 @@ def _whole_rows(rows: int, registers: int, copied: int, **more: Any) -> Knobs:
 
 
 def _whole(c: Contract, device: Device) -> list[Knobs]:
-    """Such settings, which won cells on an H200 (2026-12-01, docs/measured.md): against the best of the others
-    up to 6% of outputs alone from four requests on, up to 4% of a final state from 16 on.
+    """Such settings: on an H200 the choice at 300 of 754 cells (2026-12-01, docs/measured.md). By what the best of the
+    others takes more there: outputs alone up to 9%, a final state of 16 bits up to 8% (KDA, T=2 to 4) and 6% (GDN, T=8),
+    of fp32 up to 5%.
     """
     if c.layout != "k_last" or (c.op == "kda_decode" and c.state_dtype == "fp32" and c.tokens > 4):
         # the second have TF32's
