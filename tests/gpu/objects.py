@@ -143,6 +143,11 @@ def differential_variants(op: str) -> list[tuple[Contract, Variant]]:
             variant = kernel.variant(pick.choice(settings))
             found.append((contract, variant))
             drawn[variant.kernel] += 1
+    if not found:
+        # a run over nothing would pass
+        raise SystemExit(
+            f"GDNTUNE_TEST_HAVING={','.join(having)}: no setting has all of these knobs"
+        )
     return found
 
 
